@@ -1,0 +1,78 @@
+"""DeepNorm: a post-norm stream that is scaled up, with branches that are scaled down."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from deepinit.geometry import GATES, OUTPUTS, UPS, VALUES, Geometry
+from deepinit.recipe import Recipe, Residual
+from deepinit.schemes.common import unit_tables, xavier
+from deepinit.schemes.registry import register
+
+PAPER = "arXiv:2203.00555, section 4.3 and appendix B"
+Stack = Literal["single", "encoder", "decoder"]
+BRANCH = (*VALUES, *OUTPUTS, *UPS)
+
+
+def deep(g: Geometry, alpha: float, beta: float, scale_gate: bool = False) -> Recipe:
+    """Skip alpha; Xavier normal, gain beta on v, the output and the MLP, 1 on q and k, which do not move the bound."""
+    roles = (*BRANCH, *GATES) if scale_gate else BRANCH
+    return Recipe(
+        xavier(g) | xavier(g, roles, gain=beta, name="beta") | unit_tables(g), Residual(norm="post", skip=alpha)
+    )
+
+
+def depths(g: Geometry) -> tuple[int, int]:
+    """Encoder and decoder layers N and M; a stack by itself stands for both."""
+    return g.encoder_layers or g.num_layers, g.decoder_layers or g.num_layers
+
+
+def constants(g: Geometry, stack: Stack, exact: bool = False) -> tuple[float, float]:
+    """alpha, beta of the paper's table; `exact` takes 27^(-1/16), 27^(1/16)/sqrt(2) where it prints 0.81 and 0.87."""
+    n, m = depths(g)
+    match stack:
+        case "single":
+            return (2 * g.num_layers) ** 0.25, (8 * g.num_layers) ** -0.25
+        case "decoder":
+            return (3 * m) ** 0.25, (12 * m) ** -0.25
+        case "encoder":
+            depth = (n**4 * m) ** (1 / 16)
+            a, b = (27 ** (-1 / 16), 27 ** (1 / 16) / 2**0.5) if exact else (0.81, 0.87)
+            return a * depth, b / depth
+
+
+@register("deepnorm", aliases=("deepnet",), source=PAPER, norm="post")
+def deepnorm(g: Geometry, *, exact: bool = False, scale_gate: bool = False) -> Recipe:
+    """x <- LN(alpha x + F(x)); Xavier normal, gain beta on v, out and the MLP, 1 on q and k.
+
+    One stack: alpha = (2L)^(1/4), beta = (8L)^(-1/4). In an encoder-decoder the decoder's M layers have three
+    sublayers, (3M)^(1/4) and (12M)^(-1/4), and the encoder 0.81 (N^4 M)^(1/16) and 0.87 (N^4 M)^(-1/16). They bound
+    the expected first SGD update: 2L (v^2 + w^2) / alpha^2 = 4 L beta^2 / alpha^2 = 1. beta is a gain on Xavier, not a
+    std, and alpha multiplies the skip, not the branch. A gate matrix is outside the paper and keeps gain 1, unless
+    `scale_gate`.
+    """
+    return deep(g, *constants(g, g.stack, exact), scale_gate)  # type: ignore[arg-type]
+
+
+@register("deepnorm_encdec_decoder", source=PAPER, norm="post")
+def deepnorm_encdec_decoder(g: Geometry, *, scale_gate: bool = False) -> Recipe:
+    """The decoder's constants (3M)^(1/4) and (12M)^(-1/4), whatever stack the geometry says it is."""
+    return deep(g, *constants(g, "decoder"), scale_gate)
+
+
+@register("deepnorm_encdec_encoder", source=PAPER, norm="post")
+def deepnorm_encdec_encoder(g: Geometry, *, exact: bool = False, scale_gate: bool = False) -> Recipe:
+    """The encoder's constants 0.81 (N^4 M)^(1/16), 0.87 (N^4 M)^(-1/16), whatever stack the geometry says it is.
+
+    N = M = L where the geometry has one depth only.
+    """
+    return deep(g, *constants(g, "encoder", exact), scale_gate)
+
+
+@register("deepnorm_per_stack", source="secondary texts; not the paper's", norm="post")
+def deepnorm_per_stack(g: Geometry, *, scale_gate: bool = False) -> Recipe:
+    """The single-stack constants applied to each stack of an encoder-decoder, as some articles give them.
+
+    It forgets the third sublayer of the decoder and what the encoder's depth does to it: use `deepnorm`.
+    """
+    return deep(g, *constants(g, "single"), scale_gate)
