@@ -9,9 +9,11 @@ from deepinit.laws import External, Uniform
 from deepinit.recipe import Recipe
 from deepinit.schemes.common import (
     MATRICES,
+    Divisor,
     Draw,
     Laws,
     Std,
+    divided,
     fan_in,
     fixed,
     roles_of,
@@ -71,11 +73,15 @@ def he_normal(g: Geometry, *, cut: float = 0.0, corrected: bool = True) -> Recip
 
 
 @register(
-    "lecun_normal", aliases=("lecun_normal_jax", "flax_default"), source="LeCun et al. 1998, section 4.6; flax Dense"
+    "lecun_normal", aliases=("lecun_normal_jax", "flax_default"), source="LeCun et al. 1998, section 4.6; flax nn.Dense"
 )
-def lecun_normal(g: Geometry, *, cut: float = 2.0, corrected: bool = True) -> Recipe:
-    """Std sqrt(1/fan_in): Var(y) = Var(x). Cut at 2 sigma, corrected, as a Flax kernel; embeddings 1/sqrt(d)."""
-    return Recipe(fan_in(g, draw=truncated(cut, corrected)))
+def lecun_normal(g: Geometry, *, cut: float = 2.0, corrected: bool = True, divisor: Divisor = "none") -> Recipe:
+    """Std sqrt(1/fan_in): Var(y) = Var(x). Cut at 2 sigma, corrected, as a Flax kernel; embeddings 1/sqrt(d).
+
+    With a `divisor` each output matrix is scaled from its own fan-in: d_model for attention, d_ff for the MLP.
+    """
+    laws = fan_in(g, draw=truncated(cut, corrected))
+    return Recipe(laws | divided(g, laws, divisor))
 
 
 @register("fixed_normal", aliases=("bert", "hf_initializer_range"), source="arXiv:1810.04805, code modeling.py")

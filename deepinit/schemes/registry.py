@@ -142,7 +142,7 @@ def resolve(name: str) -> tuple[Scheme, dict[str, Any]]:
     if own in _ALIASES:
         scheme = _SCHEMES[_ALIASES[own]]
         return scheme, dict(scheme.aliases[own])
-    raise unknown("scheme", name, (*_SCHEMES, *_ALIASES)) from None
+    raise unknown("scheme", own, (*_SCHEMES, *_ALIASES))
 
 
 def entry(name: str) -> Scheme:
