@@ -1,0 +1,388 @@
+"""Everything a run is made of, in six frozen sections, and every refusal that needs no jax.
+
+`load` merges files and flags; `Config.check` says what cannot work. A name keeps its meaning: `std` is a std, `steps`
+are optimizer steps, `batch_size` is sequences in one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+
+from deepinit import layout
+from deepinit.errors import ConfigError
+from deepinit.geometry import Geometry
+from deepinit.recipe import FrozenMap, Recipe
+from deepinit.train import loader
+
+Dtype = Literal["float32", "bfloat16"]
+BITS = {"float32": 32, "bfloat16": 16}
+BYTES = 256  # the vocabulary of byte-level tokens
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes (`deepinit.Geometry`) and the options of `deepinit.nn.Decoder`."""
+
+    num_layers: int = 4
+    """Transformer layers."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Query heads."""
+    d_ff: int = 512
+    """Width inside the MLP."""
+    vocab_size: int = 256
+    """Tokens; bytes need 256."""
+    num_kv_heads: int = 0
+    """Key and value heads; 0: as many as num_heads."""
+    head_dim: int = 0
+    """Width of a head; 0: d_model / num_heads."""
+    max_seq_len: int = 1024
+    """Longest sequence; rows of learned positions."""
+    num_experts: int = 0
+    """Experts of a mixture; 0: a dense MLP."""
+    mlp: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"
+    """Gated (swiglu, geglu) or plain MLP."""
+    tied_embeddings: bool = False
+    """Whether the head is the token embedding."""
+    parallel: bool = False
+    """Attention and MLP in one residual addition."""
+    stack: Literal["single", "encoder", "decoder"] = "single"
+    """Which stack of an encoder-decoder the sizes are of."""
+    encoder_layers: int = 0
+    """Depth of the encoder, where stack is not single."""
+    decoder_layers: int = 0
+    """Depth of the decoder, where stack is not single."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Kind of norm."""
+    norm_offset: bool = False
+    """Norms scale by 1 + w, w starting at 0."""
+    norm_placement: Literal["auto", "pre", "post", "none", "sandwich", "sub", "reordered"] = "auto"
+    """Where norms stand in a block; auto: where the scheme wants them."""
+    positions: Literal["rope", "learned", "none"] = "rope"
+    """How a token knows its place."""
+    bias: bool = False
+    """Biases on matrices and layer norms."""
+    norm_eps: float = 1e-6
+    """Added to the mean square (or variance) under a norm's root."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+    qk_norm: bool = False
+    """Norms on queries and keys."""
+    dropout: float = 0.0
+    """Share of branch outputs dropped in training."""
+    scan: bool = True
+    """Layers in one scan (fast to compile), or unrolled."""
+    remat: Literal["none", "full", "dots"] = "none"
+    """What the backward pass computes again instead of keeping it."""
+    fused_qkv: bool = False
+    """One matmul for q, k and v."""
+    fused_gate_up: bool = False
+    """One matmul for the MLP's gate and up."""
+    vocab_multiple: int = 1
+    """The embedding's rows are padded to a multiple of this."""
+    dtype: Dtype = "float32"
+    """Type of activations and matmuls."""
+    param_dtype: Dtype = "float32"
+    """Type in which parameters are kept; 16 bits lose small updates."""
+
+
+@dataclass(frozen=True)
+class SchemeConfig:
+    """The initialization."""
+
+    name: str = "small_init_scaled"
+    """A name of `deepinit schemes`."""
+    args: FrozenMap[Any] = field(default_factory=FrozenMap)
+    """The scheme's hyperparameters; naming another scheme drops those given before it."""
+    sampler: Literal["portable", "jax"] = "portable"
+    """Draws that are the same bits everywhere, or the stock draws of jax.random."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis; the product is the number of devices used, -1 once means the rest."""
+
+    data: int = 1
+    """Splits the batch, repeats the parameters."""
+    fsdp: int = 1
+    """Splits the batch and d_model of every matrix."""
+    tensor: int = 1
+    """Splits heads, d_ff and vocabulary."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text."""
+
+    files: tuple[str, ...] = ()
+    """Files or globs, read as bytes; empty: Python's own documentation and standard library sources."""
+    seq_len: int = 128
+    """Tokens that the model sees at once."""
+    seed: int = 0
+    """Order of the samples."""
+    eval_fraction: float = 0.05
+    """Share of the text held out, in pieces from all over it."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a schedule; the scheme's factors by role multiply lr, weight_decay and eps."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay (times lr) of matrices; norms, biases, gates, branch scales and shifts never decay."""
+    decay_embeddings: bool = True
+    """Whether token and position embeddings decay, as in GPT-2's recipes."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine to the end; warm-up, stable, linear decay; or constant."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up: the first step has lr / warmup_steps, the last lr."""
+    decay_steps: int = 0
+    """Last steps of wsd, in which lr falls; 0: a tenth of train.steps."""
+    min_lr_ratio: float = 0.1
+    """Where the schedule ends, as a share of lr."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient; 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The run."""
+
+    steps: int = 1000
+    """Optimizer steps: the horizon of the schedule."""
+    stop_at: int = 0
+    """End after this step with a checkpoint; 0: at steps."""
+    batch_size: int = 16
+    """Sequences in an optimizer step, over all devices."""
+    accumulate: int = 1
+    """Equal parts in which a batch is taken, to save memory."""
+    seed: int = 0
+    """Of initialization and dropout."""
+    run_dir: str = ""
+    """Folder of the run, from which it also resumes; empty: a new runs/SCHEME-TIME."""
+    eval_every: int = 100
+    """Steps between evaluations on held-out text; 0: only at the end."""
+    eval_batches: int = 16
+    """Batches of an evaluation."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; 0: only at the end."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept."""
+    log_every: int = 1
+    """Steps between rows of metrics.jsonl."""
+    max_bad_steps: int = 5
+    """Non-finite steps in a row after which the run stops."""
+    profile: tuple[int, ...] = ()
+    """First and last step of a profiler trace, in RUN/profile; empty: none."""
+    compilation_cache: str = ""
+    """Folder in which compiled programs are kept for the next start; empty: none."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, in RUN/tensorboard."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sections of a config file."""
+
+    model: ModelConfig = ModelConfig()
+    scheme: SchemeConfig = SchemeConfig()
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+
+    def geometry(self) -> Geometry:
+        """The sizes."""
+        return Geometry(**{f.name: getattr(self.model, f.name) for f in dataclasses.fields(Geometry)})
+
+    def recipe(self) -> Recipe:
+        """What the scheme says at these sizes."""
+        from deepinit.schemes import registry
+
+        placement = None if self.model.norm_placement == "auto" else self.model.norm_placement
+        return registry.recipe(self.scheme.name, self.geometry(), norm=placement, **self.scheme.args)
+
+    def model_options(self) -> dict[str, Any]:
+        """Keyword arguments of `deepinit.nn.Decoder.from_recipe`."""
+        sizes = {f.name for f in dataclasses.fields(Geometry)}
+        options = {k: v for k, v in loader.plain(self.model).items() if k not in sizes and k != "norm_placement"}
+        return {"sampler": self.scheme.sampler, **options}
+
+    @property
+    def vocab_padded(self) -> int:
+        """Rows of the embedding."""
+        return layout.padded(self.model.vocab_size, self.model.vocab_multiple)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return self.train.stop_at or self.train.steps
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps in which the wsd schedule falls."""
+        return self.optimizer.decay_steps or max(1, self.train.steps // 10)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dicts and lists."""
+        return loader.plain(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Config:
+        """The config that `to_dict` wrote; whatever is left out has its default."""
+        return loader.build(cls, data)
+
+    def to_yaml(self) -> str:
+        """The text of a config file that loads to an equal config."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=120)
+
+    def replace(self, **values: Any) -> Config:
+        """The config with other values, given as `section__field=value`."""
+        data = self.to_dict()
+        for name, value in values.items():
+            section, key = name.split("__")
+            data = overlaid(data, {section: {key: value}})
+        return Config.from_dict(data)
+
+    def check(self) -> Recipe:
+        """Refuse everything that can be refused before jax is imported; the recipe, since it is made on the way."""
+        for section, key, low, high in RANGES:
+            value = getattr(getattr(self, section), key)
+            for v in value if isinstance(value, tuple) else (value,):
+                if not low <= v <= high:
+                    bounds = f"at least {low}" if high == INF else f"between {low} and {high}"
+                    raise ConfigError(f"{section}.{key}: {v} is out of range; {bounds}")
+        m, o, t = self.model, self.optimizer, self.train
+        g = self.geometry()
+        if m.stack != "single":
+            raise ConfigError(f"model.stack: {m.stack!r} can be explained, not trained; to train, 'single'")
+        if m.positions == "rope" and g.head_dim % 2:
+            raise ConfigError(f"model.head_dim: {g.head_dim} is odd and rope turns pairs; nearest: {g.head_dim + 1}")
+        if self.data.seq_len > m.max_seq_len:
+            raise ConfigError(f"data.seq_len: {self.data.seq_len} is over model.max_seq_len {m.max_seq_len}")
+        if m.vocab_size < BYTES:
+            raise ConfigError(f"model.vocab_size: {m.vocab_size} is too small for bytes; at least {BYTES}")
+        if BITS[m.dtype] > BITS[m.param_dtype]:
+            raise ConfigError(
+                f"model.param_dtype: {m.param_dtype} is narrower than model.dtype {m.dtype}; "
+                f"param_dtype {m.dtype}, or dtype {m.param_dtype} too"
+            )
+        if t.stop_at > t.steps:
+            raise ConfigError(f"train.stop_at: {t.stop_at} is after the last of train.steps {t.steps}")
+        if o.warmup_steps > t.steps:
+            raise ConfigError(f"optimizer.warmup_steps: {o.warmup_steps} is over train.steps {t.steps}")
+        if o.schedule == "wsd" and o.warmup_steps + self.decay_steps > t.steps:
+            room = t.steps - o.warmup_steps
+            raise ConfigError(
+                f"optimizer.decay_steps: {self.decay_steps} and warmup_steps {o.warmup_steps} "
+                f"are over train.steps {t.steps}; nearest: {room}"
+            )
+        if t.batch_size % t.accumulate:
+            raise ConfigError(
+                f"train.batch_size: {t.batch_size} is not a multiple of train.accumulate {t.accumulate}; "
+                f"nearest: {layout.multiples(t.batch_size, t.accumulate)}"
+            )
+        if len(t.profile) not in (0, 2) or tuple(sorted(t.profile)) != t.profile:
+            raise ConfigError(f"train.profile: {list(t.profile)} is not a first and a last step")
+        recipe = self.recipe()
+        if recipe.name == "external":
+            raise ConfigError("scheme.name: 'external' leaves the weights to a Python caller; a run needs a scheme")
+        for option, wanted in recipe.requires.items():
+            values = wanted if isinstance(wanted, tuple | list) else (wanted,)
+            if (given := getattr(m, option, None)) not in values:
+                shown = " or ".join(_yaml(v) for v in values)
+                raise ConfigError(
+                    f"model.{option}: {_yaml(given)}, but scheme {recipe.name} needs model.{option} {shown}"
+                )
+        layout.check_divisible(g, dataclasses.asdict(self.mesh), t.batch_size, self.vocab_padded, t.accumulate)
+        return recipe
+
+
+INF = float("inf")
+RANGES: tuple[tuple[str, str, float, float], ...] = (
+    ("model", "dropout", 0, 0.99),
+    ("model", "norm_eps", 0, INF),
+    ("model", "rope_theta", 1, INF),
+    ("model", "vocab_multiple", 1, INF),
+    ("data", "seq_len", 1, INF),
+    ("data", "seed", 0, 2**31 - 1),
+    ("data", "eval_fraction", 0.001, 0.5),
+    ("optimizer", "lr", 0, INF),
+    ("optimizer", "betas", 0, 0.999999),
+    ("optimizer", "eps", 0, INF),
+    ("optimizer", "weight_decay", 0, INF),
+    ("optimizer", "warmup_steps", 0, INF),
+    ("optimizer", "decay_steps", 0, INF),
+    ("optimizer", "min_lr_ratio", 0, 1),
+    ("optimizer", "clip_norm", 0, INF),
+    ("train", "steps", 1, INF),
+    ("train", "stop_at", 0, INF),
+    ("train", "batch_size", 1, INF),
+    ("train", "accumulate", 1, INF),
+    ("train", "seed", 0, 2**63 - 1),
+    ("train", "eval_every", 0, INF),
+    ("train", "eval_batches", 1, INF),
+    ("train", "checkpoint_every", 0, INF),
+    ("train", "keep_checkpoints", 1, INF),
+    ("train", "log_every", 1, INF),
+    ("train", "max_bad_steps", 1, INF),
+    ("train", "profile", 1, INF),
+)
+
+
+def load(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Config:
+    """The config of some files, later ones over earlier ones, and of flags (`--section.field value`) over them all."""
+    data: dict[str, Any] = {}
+    for path in files:
+        try:
+            layer = loader.read(path)
+            loader.build(Config, layer)
+        except ConfigError as e:
+            raise ConfigError(f"{path}: {e}") from None
+        data = overlaid(data, layer)
+    for layer in loader.flags(Config, overrides):
+        loader.build(Config, layer)
+        data = overlaid(data, layer)
+    return loader.build(Config, data)
+
+
+def overlaid(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+    """`high` over `low`, field by field. A scheme's hyperparameters are its own: they fall with its name."""
+    out = {section: dict(fields) for section, fields in low.items()}
+    for section, fields in high.items():
+        old, new = out.setdefault(section, {}), dict(fields)
+        if section == "scheme":
+            same = new.get("name", old.get("name")) == old.get("name")
+            args = {**(old.get("args", {}) if same else {}), **new.get("args", {})}
+            new["args"] = args
+        old.update(new)
+    return out
+
+
+def describe() -> list[tuple[str, str, str, str]]:
+    """(flag, type, default, meaning) of every field, in the order of the sections."""
+    rows = []
+    for section, kind in loader.types_of(Config).items():
+        meanings = loader.docs(kind)
+        for key, value in loader.plain(kind()).items():
+            shown = loader.show_type(loader.types_of(kind)[key])
+            rows.append((f"--{section}.{key.replace('_', '-')}", shown, _yaml(value), meanings[key]))
+    return rows
+
+
+def _yaml(value: Any) -> str:
+    """A value as one would write it in a file."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000)
+    return text.removesuffix("...\n").strip()

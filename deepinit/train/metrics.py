@@ -1,0 +1,73 @@
+"""metrics.jsonl: a row for a step or an evaluation, on disk as soon as it is known; TensorBoard beside it if wanted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepinit.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file; a last line that was cut off is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class Metrics:
+    """Appends rows to a run's metrics."""
+
+    def __init__(self, folder: Path, after: int = 0, tensorboard: bool = False):
+        """Rows after the step `after`, written by a run that did not come as far as a checkpoint, are dropped."""
+        path = folder / "metrics.jsonl"
+        rows = [row for row in read(path) if row["step"] <= after]
+        new = path.with_suffix(".tmp")
+        new.write_text("".join(_line(row) for row in rows))
+        os.replace(new, path)
+        self.file = path.open("a", buffering=1)
+        self.board = board(folder, after) if tensorboard else None
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One row; it has a `step`."""
+        self.file.write(_line(row))
+        if self.board:
+            for key, value in row.items():
+                if key != "step" and value is not None:
+                    self.board.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        """End both files."""
+        self.file.close()
+        if self.board:
+            self.board.close()
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    # JSON knows no NaN: a number that is not finite is null.
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite) + "\n"
+
+
+def require_tensorboard() -> Any:
+    """The writer's class, from the extra."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise ConfigError("train.tensorboard: true needs the extra: pip install 'deepinit[tensorboard]'") from None
+    return SummaryWriter
+
+
+def board(folder: Path, after: int) -> Any:
+    """A TensorBoard writer whose events after a step count no more."""
+    return require_tensorboard()(str(folder / "tensorboard"), purge_step=after + 1 if after else None)

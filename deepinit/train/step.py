@@ -1,0 +1,156 @@
+"""One optimizer step as one jitted program: accumulate, clip, update, or change nothing if a number is not finite.
+
+Shapes: A parts of a batch, B sequences in a part, T tokens. The loss is the mean over tokens of all parts, so that
+taking a batch in parts does not change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from deepinit.sharding import batch_sharding
+from deepinit.train import optimizer
+from deepinit.train.optimizer import Schedule
+
+Metrics = dict[str, jax.Array]
+
+
+class TrainState(struct.PyTreeNode):
+    """Everything that a step changes, and that a checkpoint keeps."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+    """() int32: steps done; the next one takes the batch and the dropout key of this number."""
+    bad_steps: jax.Array
+    """() int32: steps among them that were not finite and changed nothing."""
+    bad_in_row: jax.Array
+    """() int32: how many of the last steps, without a good one between."""
+
+
+def create(params: Any, tx: optax.GradientTransformation, mesh: Mesh) -> tuple[TrainState, Any]:
+    """The state at step 0 and its shardings: moments lie as their parameters do, all scalars on every device."""
+    scalar = NamedSharding(mesh, PartitionSpec())
+    placed = jax.tree.map(lambda x: x.sharding, params)
+    _, opt_shardings = optimizer.state_shardings(tx, params, placed, scalar)
+    opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(params)
+    counters = [jax.device_put(np.int32(0), scalar) for _ in range(3)]  # three arrays, since each is donated
+    shardings: Any = TrainState(placed, opt_shardings, scalar, scalar, scalar)  # type: ignore[arg-type]
+    return TrainState(params, opt_state, *counters), shardings
+
+
+def loss_sums(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array]:
+    """(sum of the targets' losses in nats, number of targets), both float32; with a key, dropout is on."""
+    inputs_BT, targets_BT = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    rngs = {} if key is None else {"dropout": key}
+    logits_BTV = model.apply({"params": params}, inputs_BT, deterministic=key is None, rngs=rngs)
+    losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+    return jnp.sum(losses_BT * batch["weights"]), jnp.sum(batch["weights"])
+
+
+def gradients(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, Any]:
+    """(mean loss, number of targets, gradient of the mean loss in float32) of a batch of A parts.
+
+    Losses and targets are summed over the parts and divided once, so that every token counts the same.
+    """
+
+    def part(carry: Any, xs: Any) -> tuple[Any, None]:
+        i, piece = xs
+        own = None if key is None else jax.random.fold_in(key, i)
+        (loss, tokens), grads = jax.value_and_grad(lambda p: loss_sums(model, p, piece, own), has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return jax.tree.map(jnp.add, carry, (loss, tokens, grads)), None
+
+    zero = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    parts = len(batch["tokens"])
+    (loss, tokens, grads), _ = jax.lax.scan(
+        part, (jnp.zeros(()), jnp.zeros(()), zero), (jnp.arange(parts), batch), unroll=parts == 1
+    )
+    count = jnp.maximum(tokens, 1)
+    return loss / count, tokens, jax.tree.map(lambda g: g / count, grads)
+
+
+def train_step(
+    model: Any, tx: optax.GradientTransformation, lr: Schedule, seed: int, dropout: bool
+) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    """The pure function (state, batch) -> (state, metrics).
+
+    A loss or gradient that is not finite leaves parameters and optimizer as they were, and is counted. The dropout key
+    follows from (seed, step, part) alone, so that a resumed run draws the masks of an uninterrupted one.
+    """
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(dropout_key(seed), state.step) if dropout else None
+        loss, tokens, grads = gradients(model, state.params, batch, key)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        new = optimizer.apply_updates(state.params, updates), opt_state
+        old = state.params, state.opt_state
+        params, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        bad = (~finite).astype(jnp.int32)
+        after = TrainState(params, opt_state, state.step + 1, state.bad_steps + bad, (state.bad_in_row + bad) * bad)
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr(state.step - state.bad_steps),
+            "tokens": tokens,
+            "bad_steps": after.bad_steps,
+            "bad_in_row": after.bad_in_row,
+        }
+        return after, metrics
+
+    return step
+
+
+def dropout_key(seed: int) -> jax.Array:
+    """The key of all dropout in a run, of one implementation whatever the process default is."""
+    key = jax.random.key(seed % 2**32, impl="threefry2x32")
+    return jax.random.fold_in(key, seed // 2**32)
+
+
+def jitted(step: Callable[..., Any], shardings: TrainState, mesh: Mesh) -> Any:
+    """The step compiled for a mesh: the state is donated and keeps its layout, batches (A, B, ...) split along B."""
+    scalar = NamedSharding(mesh, PartitionSpec())
+    batch = batch_sharding(mesh, ndim=3, axis=1)
+    return jax.jit(step, in_shardings=(shardings, batch), out_shardings=(shardings, scalar), donate_argnums=0)
+
+
+def put(batch: dict[str, np.ndarray], parts: int, mesh: Mesh) -> dict[str, jax.Array]:
+    """A host batch of A x B sequences on the devices, as (A, B, ...)."""
+    sharding = batch_sharding(mesh, ndim=3, axis=1)
+    return {k: jax.device_put(v.reshape(parts, -1, v.shape[-1]), sharding) for k, v in batch.items()}
+
+
+def evaluator(model: Any, mesh: Mesh) -> Callable[[Any, Any], float]:
+    """A function (params, batches) -> mean loss over the targets of the batches, dropout off."""
+    scalar = NamedSharding(mesh, PartitionSpec())
+    sharding = batch_sharding(mesh)
+    run = jax.jit(lambda params, batch: loss_sums(model, params, batch), out_shardings=scalar)
+
+    def evaluate(params: Any, batches: Any) -> float:
+        sums = [run(params, jax.device_put(batch, sharding)) for batch in batches]
+        losses, tokens = np.asarray(jax.device_get(sums), np.float64).T
+        return float(losses.sum() / max(tokens.sum(), 1))
+
+    return evaluate
+
+
+def stream_variance(model: Any, params: Any, tokens_BT: Any) -> list[float]:
+    """Mean square of the stream after the embedding and after each layer."""
+    run = jax.jit(lambda p, x: model.apply({"params": p}, x, mutable=["stats"])[1]["stats"])
+    stats = jax.device_get(run(params, tokens_BT))
+    if "layers" in stats:
+        after = np.asarray(stats["layers"]["stream_ms"])[:, -1]
+    else:
+        layers = sorted((k for k in stats if k.startswith("layers_")), key=lambda k: int(k.removeprefix("layers_")))
+        after = np.asarray([np.ravel(stats[k]["stream_ms"])[-1] for k in layers])
+    return [float(np.ravel(stats["embed_ms"])[0]), *map(float, after)]
