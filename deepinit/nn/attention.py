@@ -1,0 +1,77 @@
+"""Causal self-attention with grouped-query heads.
+
+B batch, T time, D model, N heads, K key and value heads, G heads per key head, H head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+
+from deepinit.geometry import Role
+from deepinit.nn.norm import Norm
+from deepinit.nn.part import Part
+from deepinit.nn.rope import rotary
+
+
+class Attention(Part):
+    """softmax(scale q k^T) v W_o, the scale being `multipliers["attention"]` (1/sqrt(H) where none is given)."""
+
+    @linen.compact
+    def __call__(self, x_BTD: jax.Array, mask_BT: jax.Array | None = None, layer: Any = None) -> jax.Array:
+        """(B, T, D) -> (B, T, D). `mask` is True at real tokens; a row that sees none of them stays finite."""
+        g = self.geometry
+        x_BTD = self.shifted(x_BTD, "in", layer)
+        q, k, v = self.project(x_BTD, layer)
+        if self.qk_norm:
+            q = Norm(**self.shared(), name="q_norm")(q, layer)
+            k = Norm(**self.shared(), name="k_norm")(k, layer)
+        if self.positions == "rope":
+            at_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
+            q, k = rotary(q, at_BT, self.rope_theta), rotary(k, at_BT, self.rope_theta)
+        with jax.numpy_dtype_promotion("standard"):  # jax's own code mixes bfloat16 with float32
+            out = jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                mask=None if mask_BT is None else mask_BT[:, None, None, :],
+                is_causal=True,
+                scale=self.multipliers.get("attention", g.head_dim**-0.5),
+                implementation=fastest(q.dtype, mask_BT),
+            )
+        if self.residual.norm == "sub":
+            flat = out.reshape(*out.shape[:2], g.num_heads * g.head_dim)
+            out = Norm(**self.shared(), name="inner_norm")(flat, layer).reshape(out.shape)
+        out = self.shifted(out, "out", layer)
+        w_NHD = self.weight(Role.ATTN_OUT, (g.num_heads, g.head_dim, g.d_model), ("heads", "head_dim", "embed"), layer)
+        y_BTD = self.scaled(jnp.einsum("BTNH,NHD->BTD", out, w_NHD), Role.ATTN_OUT)
+        if self.bias:
+            y_BTD = y_BTD + self.weight("attn_out_bias", (g.d_model,), ("features",), layer)
+        return y_BTD
+
+    def project(self, x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q (B, T, N, H), k and v (B, T, K, H)."""
+        g = self.geometry
+        n, k, h = g.num_heads, g.num_kv_heads, g.head_dim
+        heads = ((Role.ATTN_Q, n, "heads"), (Role.ATTN_K, k, "kv_heads"), (Role.ATTN_V, k, "kv_heads"))
+        kernels = [self.weight(r, (g.d_model, c, h), ("embed", axis, "head_dim"), layer) for r, c, axis in heads]
+        if self.fused_qkv:  # side by side within each key head, so that a tensor-sharded head axis needs no exchange
+            groups = [w.reshape(g.d_model, k, -1, h) for w in kernels]
+            fused = jnp.einsum("BTD,DKGH->BTKGH", x_BTD, jnp.concatenate(groups, axis=2))
+            parts = jnp.split(fused, [n // k, n // k + 1], axis=3)
+            outs = [p.reshape(*x_BTD.shape[:2], -1, h) for p in parts]
+        else:
+            outs = [jnp.einsum("BTD,DNH->BTNH", x_BTD, w) for w in kernels]
+        outs = [self.scaled(y, r) for y, (r, _, _) in zip(outs, heads)]
+        if self.bias:
+            outs = [y + self.weight(f"{r}_bias", (c, h), (axis, "head_dim"), layer) for y, (r, c, axis) in zip(outs, heads)]
+        return outs[0], outs[1], outs[2]
+
+
+def fastest(dtype: Any, mask: jax.Array | None) -> str | None:
+    """cuDNN's flash attention where it applies (a GPU, half precision, no padding mask); XLA's own elsewhere."""
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    return "cudnn" if half and mask is None and jax.default_backend() == "gpu" else "xla"

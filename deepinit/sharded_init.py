@@ -1,0 +1,130 @@
+"""Parameters born sharded: abstract shapes -> layouts -> one jitted init without a collective.
+
+Every leaf is drawn from (seed, slot, layer): scanned or unrolled, one device or any mesh, the same bits, and the first 500
+layers of 1000 are those of a 500-layer model. An unrolled stack is drawn as one stacked array a slot and then taken apart,
+so that compile time does not grow with depth.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen
+from jax.sharding import Mesh
+
+from deepinit import initializers, roles, sampler, sharding
+from deepinit.errors import ConfigError
+from deepinit.recipe import Recipe
+from deepinit.roles import Leaf
+
+
+def init_sharded(model: linen.Module, recipe: Recipe, mesh: Mesh | None = None, seed: int = 0) -> Any:
+    """The initial parameters of a model on a mesh, as a plain tree of arrays; `mesh=None` means one device.
+
+    A leaf without a role keeps its module's own initializer (`verify` lists it as unmanaged).
+
+    Raises:
+      ConfigError: the model's sizes are not the recipe's, or the mesh does not divide a leaf.
+    """
+    if model.geometry != recipe.geometry:  # type: ignore[attr-defined]
+        raise ConfigError(f"the model has geometry {model.geometry}, the recipe {recipe.geometry}")  # type: ignore[attr-defined]
+    boxed = abstract_params(model)
+    shapes = roles.unboxed(boxed)
+    draw, keys = plan(model, shapes, seed)
+    if mesh is None:
+        return jax.jit(draw)(keys)
+    layout = sharding.param_shardings(boxed, mesh)
+    check_divisible(shapes, layout)
+    return jax.jit(draw, out_shardings=layout)(keys)
+
+
+def abstract_params(model: linen.Module) -> Any:
+    """Shapes, dtypes and logical axes of the parameters; nothing is drawn and nothing allocated."""
+    quick = model.clone(initializer=lambda role, layer=None: initializers.zeros)
+    return jax.eval_shape(quick.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def check_divisible(shapes: Any, layout: Any) -> None:
+    """Refuse a mesh that does not divide a leaf, naming the leaf, before anything compiles."""
+    for (path, x), s in zip(jax.tree.leaves_with_path(shapes), jax.tree.leaves(layout)):
+        for size, axes in zip(x.shape, s.spec):
+            names = (axes,) if isinstance(axes, str) else axes or ()
+            parts = int(np.prod([s.mesh.shape[a] for a in names]))
+            if size % parts:
+                raise ConfigError(
+                    f"mesh.{'*'.join(names)}: {parts} does not divide {size}, an axis of "
+                    f"{roles.locate(path).path} {x.shape}; nearest that it divides: "
+                    f"{max(size // parts, 1) * parts} and {(size // parts + 1) * parts}"
+                )
+
+
+def plan(model: Any, shapes: Any, seed: int) -> tuple[Any, Any]:
+    """(draw, keys): draw(keys) makes the tree; keys are its only input, so another seed compiles nothing anew."""
+    located = [(roles.locate(path), x) for path, x in jax.tree.leaves_with_path(shapes)]
+    groups: dict[str, list[int]] = defaultdict(list)
+    own: list[int] = []
+    for i, (leaf, _) in enumerate(located):
+        if leaf.role is None:
+            own.append(i)
+        else:
+            groups[leaf.slot].append(i)
+    for slot, members in groups.items():
+        check_slot(slot, [located[i][0] for i in members])
+    keys = {slot: slot_keys(seed, slot, [located[i] for i in members]) for slot, members in groups.items()}
+    keys[""] = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+
+    def draw(keys: Any) -> Any:
+        out: dict[int, Any] = {}
+        if own:  # the rest of this init is dead code to the compiler
+            rng = jax.random.wrap_key_data(keys[""], impl="threefry2x32")
+            whole = model.init(rng, jnp.zeros((1, 1), jnp.int32))["params"]
+            ready = jax.tree.leaves(roles.unboxed(whole))
+            out |= {i: ready[i] for i in own}
+        for slot, members in groups.items():
+            out |= dict(zip(members, draw_slot(model, [located[i] for i in members], keys[slot])))
+        return jax.tree.unflatten(jax.tree.structure(shapes), [out[i] for i in range(len(located))])
+
+    return draw, keys
+
+
+def check_slot(slot: str, members: list[Leaf]) -> None:
+    """Two leaves with one key would hold the same values."""
+    seen = {(m.layer, m.stacked) for m in members}
+    if len(seen) < len(members):
+        paths = " and ".join(m.path for m in members[:3])
+        raise ConfigError(f"{paths} would draw from one key ({slot}): a matrix role stands once in a layer")
+
+
+def slot_keys(seed: int, slot: str, members: list[tuple[Leaf, Any]]) -> np.ndarray:
+    """Key words of a slot: (2,), or (layers, 2)."""
+    base = sampler.slot_words(seed, slot)
+    leaf, x = members[0]
+    if leaf.stacked:
+        layers = np.arange(x.shape[0], dtype=np.uint32)
+    elif leaf.layer is not None:
+        layers = np.asarray([m.layer for m, _ in members], np.uint32)
+    else:
+        return np.asarray(base, np.uint32)
+    return np.stack(sampler.fold(base, layers), axis=-1)
+
+
+def draw_slot(model: Any, members: list[tuple[Leaf, Any]], words: Any) -> list[Any]:
+    """The arrays of one slot: one leaf, one stacked leaf, or one leaf for every layer of an unrolled stack."""
+    leaf, x = members[0]
+
+    def one(words: Any, layer: Any, shape: tuple[int, ...]) -> Any:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return model.initializer(leaf.role, layer)(key, shape, x.dtype)
+
+    if not leaf.stacked and leaf.layer is None:
+        return [one(words, None, x.shape)]
+    if leaf.stacked:
+        layers, shape = np.arange(x.shape[0]), x.shape[1:]
+    else:
+        layers, shape = np.asarray([m.layer for m, _ in members]), x.shape
+    stack = jax.vmap(lambda w, layer: one(w, layer, shape))(words, jnp.asarray(layers, jnp.int32))
+    return [stack] if leaf.stacked else [stack[i] for i in range(len(members))]
