@@ -1,0 +1,154 @@
+"""The command: `deepinit VERB --config configs/x.yaml --section.field value`.
+
+jax is imported by the verbs that need it, after everything that can be refused has been: help and errors answer at once.
+Exit status: 0, 1 where a check fails, 2 for wrong input, told in one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from deepinit.errors import ConfigError, nearest
+
+VERBS = {
+    "schemes": "list the schemes that --scheme.name takes",
+    "explain": "the numbers of a scheme at a config's sizes, with formula and source; allocates nothing",
+    "check": "initialize on the mesh and verify every parameter; no training",
+    "train": "pre-train: init, verify, then steps",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return run(args)
+    except ConfigError as e:
+        print(f"deepinit: {e}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `deepinit schemes | head`
+        sys.stderr.close()
+        return 0
+
+
+def run(args: list[str]) -> int:
+    """Find the verb and hand it its flags."""
+    from deepinit import __version__
+
+    if not args or args[0] in ("-h", "--help", "help"):
+        print("usage: deepinit VERB [--config FILE] [--section.field VALUE ...]\n")
+        print("\n".join(f"  {verb:9} {what}" for verb, what in VERBS.items()))
+        print("\n`deepinit VERB --help` lists a verb's flags.")
+        return 0
+    if args[0] == "--version":
+        print(f"deepinit {__version__}")
+        return 0
+    if args[0] not in VERBS:
+        raise ConfigError(f"unknown command {args[0]!r}{nearest(args[0], VERBS)}")
+    verb = args[0]
+    parser = Parser(prog=f"deepinit {verb}", description=VERBS[verb], allow_abbrev=False, add_help=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    if verb == "schemes":
+        parser.add_argument("--names", action="store_true", help="names only, one a line")
+    else:
+        parser.add_argument("--config", action="append", default=[], metavar="FILE", help="read first; may be repeated")
+    if verb == "explain":
+        parser.add_argument("scheme", nargs="?", help="instead of the config's")
+    if verb != "train":
+        parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    options, flags = parser.parse_known_args(args[1:])
+    if options.help:
+        return show_help(parser, verb)
+    if verb == "schemes" and flags:
+        raise ConfigError(f"schemes: unknown flag {flags[0]!r}; known: --names, --json")
+    return globals()[verb](options, flags)
+
+
+def show_help(parser: argparse.ArgumentParser, verb: str) -> int:
+    """The verb's own flags, then every field of the config."""
+    print(parser.format_help())
+    if verb != "schemes":
+        from deepinit.train.config import describe
+
+        for flag, kind, default, meaning in describe():
+            print(f"  {flag:32} {meaning}  [{kind}; {default}]")
+    return 0
+
+
+def emit(data: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(data, indent=1, allow_nan=False))
+
+
+def schemes(options: argparse.Namespace, flags: list[str]) -> int:
+    """List the registry."""
+    from deepinit.schemes import registry
+
+    known = registry.schemes()
+    if options.names:
+        print("\n".join(s.name for s in known))
+        return 0
+    from deepinit.report import tables
+
+    if options.json:
+        emit([tables.scheme_facts(s) for s in known])
+    else:
+        tables.console().print(tables.schemes_table(known))
+    return 0
+
+
+def explain(options: argparse.Namespace, flags: list[str]) -> int:
+    """Print the resolved numbers of a scheme."""
+    from deepinit.schemes import registry
+    from deepinit.train.config import load
+
+    if options.scheme:
+        flags = ["--scheme.name", options.scheme, *flags]
+    r = load(options.config, flags).recipe()
+    if options.json:
+        emit(r.to_json())
+    else:
+        from deepinit.report import tables
+
+        tables.explain(tables.console(), r, registry.entry(r.name))
+    return 0
+
+
+def check(options: argparse.Namespace, flags: list[str]) -> int:
+    """Initialize on the mesh and verify."""
+    from deepinit.train.config import load
+
+    config = load(options.config, flags)
+    config.check()
+    from deepinit.train import birth, folder
+
+    born = birth.born(config)
+    if options.json:
+        emit(folder.init_record(born.verdict, config))
+    else:
+        from deepinit.report import tables
+
+        tables.verdict(tables.console(), born.verdict)
+    return 0 if born.verdict.ok else 1
+
+
+def train(options: argparse.Namespace, flags: list[str]) -> int:
+    """Pre-train."""
+    from deepinit.train.config import load
+
+    config = load(options.config, flags)
+    config.check()
+    from deepinit.train.loop import train as pretrain
+
+    return pretrain(config)

@@ -1,0 +1,1 @@
+"""What people see: tables generated from the data."""
