@@ -51,6 +51,8 @@ def of_law(law: laws.Distribution, layer: Any = None, sampler_name: str = "porta
     """The closure of a law, for an array of any shape. `layer` (it may be traced) picks from a law per layer."""
     if isinstance(law, laws.External):
         raise ConfigError("this law is external: give the closure yourself, (role, layer) -> closure")
+    if isinstance(law, laws.Factor):
+        raise ConfigError(f"this law is drawn together with that of {law.partner}: it has no closure of its own")
     if sampler_name not in ("portable", "jax"):
         raise unknown("sampler", sampler_name, ("portable", "jax"))
     number = law.sigma if isinstance(law, laws.TruncatedNormal) else law.parameter
@@ -71,6 +73,9 @@ def of_law(law: laws.Distribution, layer: Any = None, sampler_name: str = "porta
             return closure(lambda key, shape: semi_orthogonal(key, shape, number))
         case laws.Uniform():
             return closure(functools.partial(_draw[sampler_name], number=number, kind="uniform"))
+        case laws.Sign():
+            coin = functools.partial(_draw[sampler_name], number=np.float32(1.0), kind="uniform")
+            return closure(lambda key, shape: jnp.copysign(number, coin(key, shape)))
     return closure(functools.partial(_draw[sampler_name], number=number, kind="normal", cut=cut))
 
 

@@ -48,6 +48,19 @@ class FrozenMap(Mapping[str, V], Generic[V]):
         return f"FrozenMap({self._items!r})"
 
 
+class Laws(FrozenMap[Distribution]):
+    """Laws by role. A leaf that has a law of its own is found by its name too, but is none of the keys."""
+
+    __slots__ = ("_leaves",)
+
+    def __init__(self, laws: Mapping[str, Distribution], leaves: Mapping[str, Distribution] | None = None):
+        super().__init__(laws)
+        self._leaves = dict(leaves or {})
+
+    def __getitem__(self, key: str) -> Distribution:
+        return self._leaves[key] if key in self._leaves else super().__getitem__(key)
+
+
 @dataclass(frozen=True)
 class Gate:
     """A learnable factor."""
@@ -60,7 +73,9 @@ class Gate:
     """`sublayer`: one for each residual addition; `layer`: one for each layer; `model`: one."""
     role: Role = Role.RESIDUAL_GATE
     scale: float = 1.0
-    """The factor that acts is `scale` times what is stored, so that it learns 1/`scale` times as fast (nGPT)."""
+    """The factor that acts is `scale` times what is stored, which sets how fast it learns (nGPT)."""
+    name: str = ""
+    """What the scheme's source calls it."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +181,9 @@ class Recipe:
         for qualifier, gate in (("skip", rule.skip_gate), ("x0", rule.x0_gate)):
             if gate:
                 leaves[f"{qualifier}_{gate.role}"] = Constant(gate.value)
+        if rule.gate and rule.gate.name:
+            leaves[rule.gate.name] = Constant(rule.gate.value)
+        leaves |= {name: Constant(gain.value) for name, gain in self.gains.items()}
         laws_ = vectors | known
         if missing := [r for r in g.roles if r not in laws_]:
             raise ConfigError(f"scheme {facts['name']}: no law for {', '.join(missing)}")
@@ -173,7 +191,7 @@ class Recipe:
         singled_out = {k: u for k, u in self.updates.items() if k not in Role._value2member_map_}
         recipe = dataclasses.replace(
             self,
-            weights=FrozenMap({r: laws_[r] for r in g.roles}),
+            weights=Laws({r: laws_[r] for r in g.roles}, leaves),
             multipliers=FrozenMap(multipliers),
             updates=FrozenMap({r: self.updates.get(r, Update()) for r in g.roles} | singled_out),
             requires=FrozenMap(self.requires),
@@ -240,7 +258,7 @@ class Recipe:
         moved = Constant(laws.each(lambda v: v - 1.0, scale.value), scale.formula)
         return dataclasses.replace(
             self,
-            weights=FrozenMap({**self.weights, Role.NORM_SCALE: moved}),
+            weights=Laws({**self.weights, Role.NORM_SCALE: moved}, self.leaves),
             requires=FrozenMap({**self.requires, "norm_offset": True}),
         )
 
@@ -284,13 +302,14 @@ class Recipe:
         for kind in ("gate", "skip_gate", "x0_gate"):
             if residual.get(kind):
                 residual[kind] = gate_from(residual[kind])
+        leaves = {k: laws.from_json(law) for k, law in data["leaves"].items()}
         return cls(
-            weights=FrozenMap({r: laws.from_json(law) for r, law in data["weights"].items()}),
+            weights=Laws({r: laws.from_json(law) for r, law in data["weights"].items()}, leaves),
             residual=Residual(**residual),
             multipliers=FrozenMap(data["multipliers"]),
             updates=FrozenMap({r: Update(**u) for r, u in data["updates"].items()}),
             requires=FrozenMap({k: numbers(v) for k, v in data["requires"].items()}),
-            leaves=FrozenMap({k: laws.from_json(law) for k, law in data["leaves"].items()}),
+            leaves=FrozenMap(leaves),
             gains=FrozenMap({k: gate_from(v) for k, v in data["gains"].items()}),
             project=data["project"],
             name=data["name"],

@@ -41,4 +41,6 @@ def replay(recipe: Recipe, role: str, index: Any, *, layer: int | None = None, s
             return sampler.values(key, words, np.float32(law.sigma), "normal", law.cut)
         case laws.Uniform():
             return sampler.values(key, words, np.float32(law.bound), "uniform")
+        case laws.Sign():
+            return np.copysign(np.float32(law.std), sampler.values(key, words, np.float32(1.0), "uniform"))
     raise ConfigError(f"replay: {role} has law {type(law).__name__}, which is not drawn from single indices")

@@ -4,7 +4,10 @@ import importlib
 
 from deepinit.schemes.registry import Scheme, entry, recipe, register, resolve, scheme_names, schemes
 
-FAMILIES = ("classical", "residual", "post_norm", "deepnorm", "gated", "norm_free")
+FAMILIES = (
+    "classical", "residual", "norm_placement", "deepnorm", "gated", "norm_free",
+    "labs", "google", "speedrun", "transfer", "joint",
+)  # fmt: skip
 for family in FAMILIES:
     importlib.import_module(f"{__name__}.{family}")
 

@@ -17,6 +17,7 @@ from deepinit.schemes.common import (
     fan_in,
     fixed,
     roles_of,
+    tied_logits,
     truncated,
     xavier,
 )
@@ -82,6 +83,17 @@ def lecun_normal(g: Geometry, *, cut: float = 2.0, corrected: bool = True, divis
     """
     laws = fan_in(g, draw=truncated(cut, corrected))
     return Recipe(laws | divided(g, laws, divisor))
+
+
+@register("torch_linear_default", source="torch nn.Linear.reset_parameters: kaiming_uniform_(a=sqrt(5)), nn.Embedding")
+def torch_linear_default(g: Geometry) -> Recipe:
+    """Uniform on +-1/sqrt(fan_in), so std 1/sqrt(3 fan_in); embeddings N(0, 1). What an untouched torch model has.
+
+    A tied head reads a table of unit std, so its logits are multiplied by 1/sqrt(d). torch draws biases too; here they
+    are 0.
+    """
+    laws = {r: Uniform((3 * g.fan_in(r)) ** -0.5, "1/sqrt(3 fan_in)") for r in roles_of(g, MATRICES)}
+    return Recipe(laws | fixed(g, 1.0, EMBEDDINGS), multipliers=tied_logits(g))
 
 
 @register("fixed_normal", aliases=("bert", "hf_initializer_range"), source="arXiv:1810.04805, code modeling.py")

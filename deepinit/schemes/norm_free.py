@@ -6,7 +6,7 @@ import math
 
 from deepinit.geometry import EMBEDDINGS, OUTPUTS, QUERIES_KEYS, UPS, VALUES, Geometry, Role
 from deepinit.recipe import Gate, Recipe, Residual, Update
-from deepinit.schemes.common import unit_tables, xavier_uniform, zeros
+from deepinit.schemes.common import EMBEDDINGS_AND_HEAD, fixed, unit_tables, xavier_uniform, zeros
 from deepinit.schemes.registry import register
 
 QKV = (*QUERIES_KEYS, *VALUES)
@@ -36,3 +36,40 @@ def fixup(g: Geometry, *, scalar_lr: float = 0.1) -> Recipe:
         updates={Role.BRANCH_SCALE: Update(lr=scalar_lr), Role.BRANCH_SHIFT: Update(lr=scalar_lr)},
         requires={"bias": False, "tied_embeddings": False},
     )
+
+
+TFIXUP = "Huang et al. 2020 (ICML), section 3; T-Fixup b17e166 fairseq/modules/transformer_layer.py:31-47,157-173"
+
+
+def tfix(g: Geometry, stack: str) -> Recipe:
+    """Xavier uniform; v, out and the MLP times (9M)^(-1/4) in a decoder, 0.67 N^(-1/4) in an encoder; no norm."""
+    n, m = g.encoder_layers or g.num_layers, g.decoder_layers or g.num_layers
+    if stack == "encoder":
+        factor, name, tables = 0.67 * n**-0.25, "0.67 N^(-1/4)", (9 * n) ** -0.25
+    else:
+        factor, name, tables = (9 * m) ** -0.25, "(9M)^(-1/4)", (9 * m) ** -0.25
+    letter = "N" if stack == "encoder" else "M"
+    return Recipe(
+        xavier_uniform(g)
+        | xavier_uniform(g, (*VALUES, *OUTPUTS, *UPS), gain=factor, name=name)
+        | fixed(g, tables * g.d_model**-0.5, EMBEDDINGS_AND_HEAD, formula=f"(9{letter})^(-1/4)/sqrt(d)"),
+        Residual(norm="none"),
+        multipliers={"embed": math.sqrt(g.d_model)},
+    )
+
+
+@register("tfixup_decoder", aliases=("tfixup",), source=TFIXUP, norm="none", verified=False)
+def tfixup_decoder(g: Geometry) -> Recipe:
+    """x <- x + F(x), no norm and no warm-up; Xavier uniform, v, out and MLP times (9M)^(-1/4), tables too.
+
+    M is the depth of the decoder (a stack by itself, decoder-only, has no formula of its own and takes this one);
+    the geometry's `stack="encoder"` takes the encoder's. q and k keep gain 1, and v the bare factor: the sqrt(2) on v
+    in the code only undoes a fused matrix's 1/sqrt(2).
+    """
+    return tfix(g, g.stack)
+
+
+@register("tfixup_encoder", source=TFIXUP, norm="none")
+def tfixup_encoder(g: Geometry) -> Recipe:
+    """The encoder's factor 0.67 N^(-1/4) on v, out and MLP, (9N)^(-1/4) on the tables, whatever stack it is."""
+    return tfix(g, "encoder")

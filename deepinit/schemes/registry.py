@@ -35,6 +35,8 @@ class Scheme:
     verified: bool
     """Whether a second, independent source confirms the numbers."""
     version: int
+    choose: tuple[str, ...] = ()
+    """Hyperparameters whose default serves tables only: a run must give them."""
 
     @property
     def doc(self) -> str:
@@ -71,6 +73,7 @@ def register(
     family: str = "",
     verified: bool = True,
     version: int = 1,
+    choose: tuple[str, ...] = (),
 ) -> Callable[[Maker], Maker]:
     """Register a function (Geometry, *, hyperparameters) -> Recipe under a name.
 
@@ -82,6 +85,7 @@ def register(
       family: by default the name of the module that the function stands in.
       verified: False where no second source confirms the numbers.
       version: raised whenever the numbers change.
+      choose: hyperparameters whose default serves tables only; `undecided` names those that a run has not given.
 
     Raises:
       ConfigError: another function has the name already.
@@ -94,16 +98,8 @@ def register(
     presets = {alias: FrozenMap(hyper) for alias, hyper in given.items()}
 
     def add(make: Maker) -> Maker:
-        scheme = Scheme(
-            name,
-            make,
-            source,
-            FrozenMap(presets),
-            family or make.__module__.rpartition(".")[2],
-            norms,
-            verified,
-            version,
-        )
+        own = family or make.__module__.rpartition(".")[2]
+        scheme = Scheme(name, make, source, FrozenMap(presets), own, norms, verified, version, choose)
         for taken in (name, *presets):
             owner = _SCHEMES.get(_ALIASES.get(taken, taken))
             if owner and (owner.make.__module__, owner.name) != (make.__module__, name):
@@ -148,6 +144,15 @@ def resolve(name: str) -> tuple[Scheme, dict[str, Any]]:
 def entry(name: str) -> Scheme:
     """The scheme of a name or an alias."""
     return resolve(name)[0]
+
+
+def undecided(name: str, args: Iterable[str]) -> tuple[str, ...]:
+    """The hyperparameters that a run of this scheme must choose and that are not among `args`.
+
+    A muP without the width at which its settings were tuned is no muP: the default serves tables only.
+    """
+    scheme, presets = resolve(name)
+    return tuple(k for k in scheme.choose if k not in (*args, *presets))
 
 
 def recipe(name: str, geometry: Geometry, *, norm: str | None = None, **hyperparameters: Any) -> Recipe:

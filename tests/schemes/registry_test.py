@@ -138,3 +138,10 @@ def test_a_scheme_of_ones_own(tmp_path, monkeypatch):
 def test_no_jax():
     code = "import sys, deepinit.schemes as s; s.scheme_names(); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_public_function_is_not_hidden_by_the_module():
+    code = (
+        "import deepinit as d; d.Recipe; from deepinit.recipe import Gate; d.recipe('gpt2', d.Geometry(1, 8, 1, 8, 8))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
