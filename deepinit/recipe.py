@@ -156,6 +156,8 @@ class Recipe:
     """Learnable factors that the scheme's structure has apart from the residual rule, by place."""
     project: str = ""
     """`rows`: every matrix is brought to unit vectors along d_model after init and after each step (nGPT)."""
+    changes: tuple[str, ...] = ()
+    """What is no longer as the scheme says, in words; empty for a scheme as it is."""
     name: str = ""
     args: Mapping[str, Any] = field(default_factory=FrozenMap)
     """The hyperparameters that were given."""
@@ -293,6 +295,7 @@ class Recipe:
             "leaves": {k: law.to_json() for k, law in self.leaves.items()},
             "gains": {k: plain(gate) for k, gate in self.gains.items()},
             "project": self.project,
+            "changes": list(self.changes),
         }
 
     @classmethod
@@ -312,6 +315,7 @@ class Recipe:
             leaves=FrozenMap(leaves),
             gains=FrozenMap({k: gate_from(v) for k, v in data["gains"].items()}),
             project=data["project"],
+            changes=tuple(data["changes"]),
             name=data["name"],
             args=FrozenMap({k: numbers(v) for k, v in data["args"].items()}),
             geometry=Geometry(**data["geometry"]),

@@ -125,7 +125,7 @@ def divided(g: Geometry, laws: Mapping[str, Distribution], divisor: Divisor, rol
         case "layer":
             factor = tuple((each * layer) ** -0.5 for layer in range(1, g.num_layers + 1))
             tail = f"/sqrt({name}l)"
-    return {r: laws[r].scaled(factor, laws[r].formula + tail) for r in roles_of(g, roles)}  # type: ignore[attr-defined]
+    return {r: laws[r].scaled(factor, laws[r].formula + tail) for r in roles_of(g, roles)}
 
 
 FINAL_NORM = ("final_norm/norm_scale", "final_norm/norm_bias")

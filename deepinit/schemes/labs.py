@@ -144,7 +144,7 @@ def lingua(g: Geometry, scaling: Scaling) -> Recipe:
         "dim_ratio": (4096 / g.d_model, "/(d/4096)"),
     }[scaling]
     laws = fixed(g, "1/sqrt(d)", draw=CUT3) | fan_in(g, (Role.MLP_DOWN, Role.EXPERT_DOWN), draw=CUT3)
-    scaled: Laws = {r: laws[r].scaled(factor, laws[r].formula + name) for r in roles_of(g, OUTPUTS)}  # type: ignore[attr-defined]
+    scaled: Laws = {r: laws[r].scaled(factor, laws[r].formula + name) for r in roles_of(g, OUTPUTS)}
     return Recipe(laws | scaled | {r: late_cut(g, factor, name) for r in roles_of(g, (Role.ATTN_OUT, Role.CROSS_OUT))})
 
 
