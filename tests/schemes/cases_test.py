@@ -132,6 +132,7 @@ def test_std_is_a_std():
 def test_published_and_real_numbers():
     g = Geometry(num_layers=32, d_model=4096, num_heads=32, d_ff=16384, vocab_size=50304)
     assert recipe("small_init", g).weights["attn_out"].std == pytest.approx(0.009882, abs=5e-7)
+    assert recipe("wang_init", g).weights["attn_out"].std == pytest.approx(0.0009766, abs=5e-8)
     gpt2 = recipe("gpt2", g).weights
     assert (gpt2["attn_q"].std, gpt2["attn_out"].std) == pytest.approx((0.02, 0.0025))
 
@@ -205,3 +206,123 @@ def test_external_knows_nothing_of_the_matrices():
     weights = recipe("external", GPT2).weights
     assert math.isnan(weights["attn_q"].std)
     assert weights["norm_scale"].value == 1.0
+
+
+# case B15: the divisor is that of the whole stack; a stage of it is no geometry of its own
+def test_divisor_of_a_pipeline_stage():
+    g = GPT2.replace(num_layers=32)
+    assert recipe("gpt2", g).weights["attn_out"].std == pytest.approx(0.0025)
+    by_layer = recipe("gpt2", g, divisor="layer").weights["attn_out"]
+    assert [by_layer.at(layer).std for layer in (8, 15)] == pytest.approx([0.02 / math.sqrt(18), 0.02 / math.sqrt(32)])
+
+
+# case B18: q : k : v = 1 : 1 : beta, however the matrices are fused
+def test_deepnorm_gains():
+    g = Geometry(num_layers=12, d_model=64, num_heads=4, d_ff=256, vocab_size=100)
+    weights = recipe("deepnorm", g).weights
+    xavier = recipe("glorot_normal", g).weights
+    gains = {role: weights[role].std / xavier[role].std for role in weights if role.startswith(("attn", "mlp"))}
+    beta = pytest.approx(0.3195, abs=5e-5)
+    assert gains == {
+        "attn_q": 1.0, "attn_k": 1.0, "attn_v": beta, "attn_out": beta,
+        "mlp_gate": 1.0, "mlp_up": beta, "mlp_down": beta,
+    }  # fmt: skip
+    gated = recipe("deepnorm", g, scale_gate=True).weights
+    assert gated["mlp_gate"].std / xavier["mlp_gate"].std == beta
+
+
+# case B23: different constants in the two stacks, depths may differ, q and k untouched
+def test_tfixup():
+    sizes = Geometry(num_layers=6, d_model=512, num_heads=8, d_ff=2048, vocab_size=1000, mlp="relu")
+    encoder = sizes.replace(stack="encoder", encoder_layers=6, decoder_layers=3)
+    decoder = sizes.replace(stack="decoder", encoder_layers=3, decoder_layers=6)
+    xavier = recipe("glorot_uniform", decoder).weights
+    for g, factor in ((encoder, 0.4281), (decoder, 0.3689)):
+        r = recipe("tfixup", g)
+        for role in ("attn_v", "attn_out", "mlp_up", "mlp_down", *(["cross_v", "cross_out"] if g is decoder else [])):
+            assert r.weights[role].std / xavier[role].std == pytest.approx(factor, abs=5e-5)
+        assert r.weights["attn_q"] == xavier["attn_q"]
+        assert r.weights["token_embed"].std == pytest.approx(512**-0.5 * 54**-0.25)
+        assert r.residual.norm == "none"
+    # decoder-only has no formula of its own: the documented choice is the decoder's
+    assert recipe("tfixup", sizes).weights["attn_v"] == recipe("tfixup", decoder).weights["attn_v"]
+
+
+# case B25, as far as it is data: the gate is learnable, starts at exactly 0, and the branch has no other zero
+def test_rezero_gate_is_the_only_zero():
+    r = recipe("rezero", GPT2.replace(num_layers=32))
+    zero = {role for role, law in r.weights.items() if law.bound == 0}
+    assert zero == {"residual_gate", "bias", "branch_shift"}
+
+
+# case B27: the value by depth, exactly
+@pytest.mark.parametrize(("layers", "value"), [(12, 0.1), (18, 0.1), (24, 1e-5), (36, 1e-6)])
+def test_layerscale_by_depth(layers, value):
+    g = GPT2.replace(num_layers=layers)
+    r = recipe("layerscale", g)
+    assert (r.residual.gate.value, r.residual.gate.shape) == (value, "channel")
+    assert r.weights["residual_gate"].value == r.weights["layer_scale"].value == value
+    assert recipe("layerscale", g, value=1e-5).weights["residual_gate"].value == 1e-5
+
+
+# case B28, as far as it is data: the vector stands on the skip, one per feature, and knows its own stack
+def test_admin():
+    r = recipe("admin", GPT2)
+    gate = r.residual.skip_gate
+    assert (gate.shape, r.residual.norm, r.residual.gate) == ("channel", "post", None)
+    assert gate.value == pytest.approx(math.sqrt(25 / math.log(25) - 1))
+    assert recipe("admin", GPT2, growth="1").residual.skip_gate.value == pytest.approx(math.sqrt(24))
+    assert recipe("admin", GPT2, growth="n").residual.skip_gate.value == 1.0
+    constant = recipe("admin", GPT2, learnable=False).residual
+    assert (constant.skip, constant.skip_gate) == (gate.value, None)
+
+
+# case B30: a table of unit std is a head only with 1/sqrt(d) behind it
+@pytest.mark.parametrize("name", ["t5x", "palm", "olmo_core_llama", "torchtitan_llama3", "rezero", "zero_out"])
+def test_tied_unit_table(name):
+    g = Geometry(num_layers=2, d_model=768, num_heads=12, d_ff=3072, vocab_size=32128, tied_embeddings=True)
+    r = recipe(name, g)
+    assert r.weights["token_embed"].std == 1.0
+    assert r.multipliers["logits"] == 768**-0.5
+    own = recipe(name, g.replace(tied_embeddings=False))
+    if own.residual.norm != "none":
+        logit = own.weights["lm_head"].std * math.sqrt(768) * own.multipliers["logits"]
+        assert math.log(32128) + logit**2 / 2 == pytest.approx(10.88, abs=0.02)
+
+
+def test_what_a_scheme_presupposes():
+    untied = GPT2.replace(tied_embeddings=False)
+    for name, needs in {
+        "gemma": {"norm_offset": True},
+        "admin": {"skip_gate": True},
+        "keel": {"inner_norm": True, "first_block": "pre"},
+        "ngpt": {"hypersphere": True},
+        "mimetic": {"joint": True},
+        "depth_scaled_sandwich": {"leaf_laws": True},
+    }.items():
+        assert dict(recipe(name, untied).requires) == needs
+    assert recipe("nanochat", untied).requires["x0_gate"] is True
+    assert recipe("normformer", untied).requires["head_gain"] is True
+
+
+def test_norm_offset():
+    plain = recipe("gpt2", GPT2)
+    moved = plain.with_norm_offset()
+    assert (plain.weights["norm_scale"].value, moved.weights["norm_scale"].value) == (1.0, 0.0)
+    assert moved.requires["norm_offset"] is True
+    gemma = recipe("gemma", GPT2)
+    assert gemma.with_norm_offset() == gemma
+
+
+def test_layernorm_scaling_shrinks_the_norm_of_layer_l():
+    r = recipe("layernorm_scaling", GPT2)
+    assert [s**2 for s in r.residual.scale_in] == pytest.approx([1 / layer for layer in range(1, 13)])
+
+
+def test_subln_constants_of_two_depths():
+    g = GPT2.replace(stack="decoder", encoder_layers=18, decoder_layers=6, num_layers=6)
+    decoder, xavier = recipe("subln", g).weights, recipe("glorot_normal", g).weights
+    assert decoder["attn_v"].std / xavier["attn_v"].std == pytest.approx(math.sqrt(math.log(18)))
+    assert decoder["cross_v"] == xavier["cross_v"]
+    encoder = recipe("subln", g.replace(stack="encoder", num_layers=18)).weights
+    assert encoder["attn_v"].std / xavier["attn_v"].std == pytest.approx(math.sqrt(math.log(18) * math.log(36) / 3))
