@@ -1,6 +1,6 @@
 """The command: `deepinit VERB --config configs/x.yaml --section.field value`.
 
-jax is imported by the verbs that need it, after everything that can be refused has been: help and errors answer at once.
+jax is imported by the verbs that need it, after everything that can be refused has been: help and errors are quick.
 Exit status: 0, 1 where a check fails, 2 for wrong input, told in one line on stderr.
 """
 

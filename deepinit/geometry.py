@@ -135,9 +135,7 @@ class Geometry:
     def roles(self) -> tuple[Role, ...]:
         """The roles that a model of these sizes may hold. A law is given for each of them."""
         return tuple(
-            r
-            for r in Role
-            if (r not in EXPERTS or self.num_experts) and (r not in CROSS or self.stack == "decoder")
+            r for r in Role if (r not in EXPERTS or self.num_experts) and (r not in CROSS or self.stack == "decoder")
         )
 
     def matrix(self, role: str) -> tuple[int, int]:

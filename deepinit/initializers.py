@@ -55,16 +55,16 @@ def of_law(law: laws.Distribution, layer: Any = None, sampler_name: str = "porta
         raise ConfigError(f"this law is drawn together with that of {law.partner}: it has no closure of its own")
     if sampler_name not in ("portable", "jax"):
         raise unknown("sampler", sampler_name, ("portable", "jax"))
-    number = law.sigma if isinstance(law, laws.TruncatedNormal) else law.parameter
+    numbers = law.sigma if isinstance(law, laws.TruncatedNormal) else law.parameter
     if isinstance(law, laws.Uniform):
-        number = law.bound
-    if isinstance(number, tuple):
+        numbers = law.bound
+    number: Any = np.asarray(numbers, np.float64).astype(np.float32)
+    if isinstance(numbers, tuple):
         if layer is None:
             raise ConfigError(f"the law {law.formula or law!r} has one std per layer: say which layer")
+        check_layer(layer, len(numbers))
         # from a float32 table made here in float64: computed from a traced index the last bit would differ
-        number = jnp.asarray(np.asarray(number, np.float64).astype(np.float32))[layer]
-    else:
-        number = np.float32(number)
+        number = jnp.asarray(number)[layer]
     cut = law.cut if isinstance(law, laws.TruncatedNormal) else 0.0
     match law:
         case laws.Constant():
@@ -79,6 +79,12 @@ def of_law(law: laws.Distribution, layer: Any = None, sampler_name: str = "porta
     return closure(functools.partial(_draw[sampler_name], number=number, kind="normal", cut=cut))
 
 
+def check_layer(layer: Any, num_layers: int) -> None:
+    """Refuse a layer that is not there (jax would take the last one); a traced one cannot be checked."""
+    if isinstance(layer, int | np.integer) and not 0 <= layer < num_layers:
+        raise ConfigError(f"layer {layer}: the layers are 0 to {num_layers - 1}")
+
+
 def _stock_draw(key: Any, shape: tuple[int, ...], number: Any, kind: str, cut: float = 0.0) -> jax.Array:
     """The draws of jax.random: their bits depend on jax's version and flags."""
     if kind == "uniform":
@@ -91,20 +97,19 @@ def _stock_draw(key: Any, shape: tuple[int, ...], number: Any, kind: str, cut: f
 _draw = {"portable": sampler.draw, "jax": _stock_draw}
 
 
-def semi_orthogonal(key: Any, shape: tuple[int, ...], gain: Any, rows: int = 0) -> jax.Array:
+def semi_orthogonal(key: Any, shape: tuple[int, ...], gain: Any) -> jax.Array:
     """gain * Q, Q from the QR of a Gaussian with the signs of R's diagonal (Saxe et al. 2013; Mezzadri 2007).
 
-    The last axes hold the matrix, `rows` of them in all (default: all but the last axis). LAPACK's bits differ between
-    machines, so this law alone is not portable.
+    The last two axes are the matrix, axes before them stack several, each with a Q of its own. LAPACK's bits differ
+    between machines, so this law alone is not portable.
     """
     if len(shape) < 2:
         raise ConfigError(f"an orthogonal law needs a matrix, got shape {shape}")
-    rows = rows or math.prod(shape[:-1])
-    cols = math.prod(shape) // rows
-    tall = (max(rows, cols), min(rows, cols))
+    *stack, rows, cols = shape
+    tall = (*stack, max(rows, cols), min(rows, cols))
     q, r = jnp.linalg.qr(sampler.draw(key, tall, np.float32(1.0), "normal"))
-    q = q * jnp.sign(jnp.diagonal(r))[None, :]
-    return (q if rows >= cols else q.T).reshape(shape) * gain
+    q = q * jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))[..., None, :]
+    return (q if rows >= cols else q.mT) * gain
 
 
 # --- roles -------------------------------------------------------------------------------------------------------
@@ -123,32 +128,35 @@ def of_role(recipe: Recipe, role: str, layer: Any = None, sampler_name: str = "p
     draw = of_law(law, layer, sampler_name)
     if role in VECTORS:
         return draw
+    if isinstance(layer, int):
+        check_layer(layer, recipe.geometry.num_layers)
     fans = recipe.geometry.matrix(role)
+    width, vocab = recipe.geometry.d_model, recipe.geometry.vocab_size
 
     def checked(key: Any, shape: tuple[int, ...]) -> jax.Array:
-        shape = tuple(shape)
-        vocab = recipe.geometry.vocab_size
-        if role in EMBEDDINGS or role is Role.LM_HEAD:
-            if shape[-1:] == (recipe.geometry.d_model,) and (role is Role.POS_EMBED or shape[-2] >= vocab):
+        if len(shape) >= 2 and (role in EMBEDDINGS or role is Role.LM_HEAD):
+            if shape[-1] == width and (role is Role.POS_EMBED or shape[-2] >= vocab):
                 return draw(key, shape) if role is Role.POS_EMBED else padded(draw(key, shape), vocab)
-            if role is Role.LM_HEAD and shape[0] == recipe.geometry.d_model and shape[-1] >= vocab:
+            if role is Role.LM_HEAD and len(shape) == 2 and shape[0] == width and shape[1] >= vocab:
                 # drawn row by row, so that padding the vocabulary moves no value
-                return padded(draw(key, (shape[-1], shape[0])), vocab).T
-        elif holds(shape, *fans):
+                return padded(draw(key, shape[::-1]), vocab).T
+        elif matrix := held(shape, *fans):
+            if isinstance(law, laws.Orthogonal):  # each matrix as such, whatever axes it is stored in
+                return draw(key, (math.prod(shape) // math.prod(matrix), *matrix)).reshape(shape)
             return draw(key, shape)
         raise ConfigError(f"{role}: shape {shape} cannot hold its {fans[0]} x {fans[1]} matrix (fan_in x fan_out)")
 
     return closure(checked)
 
 
-def holds(shape: tuple[int, ...], fan_in: int, fan_out: int) -> bool:
-    """Whether the last axes are a fan_in x fan_out matrix (or its transpose), axes before them stacking several."""
+def held(shape: tuple[int, ...], fan_in: int, fan_out: int) -> tuple[int, int] | None:
+    """(rows, cols) of the fan_in x fan_out matrix, or its transpose, that the last axes hold; None if they do not.
+
+    Axes before them stack several. Where both ways fit, (fan_in, fan_out) is taken.
+    """
     n = len(shape)
-    return any(
-        {math.prod(shape[i:j]), math.prod(shape[j:])} == {fan_in, fan_out} and math.prod(shape[i:]) == fan_in * fan_out
-        for i in range(n)
-        for j in range(i + 1, n)
-    )
+    splits = {(math.prod(shape[i:j]), math.prod(shape[j:])) for i in range(n) for j in range(i + 1, n)}
+    return next((m for m in ((fan_in, fan_out), (fan_out, fan_in)) if m in splits), None)
 
 
 def padded(rows: jax.Array, vocab: int) -> jax.Array:
@@ -172,13 +180,14 @@ def truncated_normal(
 ) -> Closure:
     """A normal cut off at `lower` and `upper` sigmas, whose values have std `stddev`.
 
-    `corrected=False` gives what `jax.nn.initializers.truncated_normal` and torch give: `stddev` before the cut, so a real
-    std of 0.8796 stddev at 2 sigmas. The cut is in sigmas, never in units of the values.
+    `corrected=False` gives what `jax.nn.initializers.truncated_normal` and torch give: `stddev` before the cut, so a
+    real std of 0.8796 stddev at 2 sigmas. The cut is in sigmas, never in units of the values.
     """
     if lower != -upper or not upper > 0:
         raise ConfigError(f"truncated_normal: the cut is symmetric, in sigmas; got lower {lower}, upper {upper}")
     law = (laws.TruncatedNormal if corrected else laws.TruncatedNormal.from_sigma)(stddev, upper)
-    return closure(functools.partial(sampler.draw, number=np.float32(law.sigma), kind="normal", cut=upper), dtype)
+    sigma = np.asarray(law.sigma, np.float32)
+    return closure(functools.partial(sampler.draw, number=sigma, kind="normal", cut=upper), dtype)
 
 
 def uniform(scale: float = 1e-2, dtype: Any = np.float32) -> Closure:
@@ -207,8 +216,9 @@ def orthogonal(scale: float = 1.0, column_axis: int = -1, dtype: Any = np.float3
     def draw(key: Any, shape: tuple[int, ...]) -> jax.Array:
         if len(shape) < 2:
             raise ConfigError(f"orthogonal: shape {shape} is no matrix")
-        moved = tuple(np.delete(shape, column_axis)) + (shape[column_axis],)
-        return jnp.moveaxis(semi_orthogonal(key, moved, np.float32(scale)), -1, column_axis)
+        moved = (*np.delete(shape, column_axis).tolist(), shape[column_axis])
+        matrix = semi_orthogonal(key, (math.prod(moved[:-1]), moved[-1]), np.float32(scale))
+        return jnp.moveaxis(matrix.reshape(moved), -1, column_axis)
 
     return closure(draw, dtype)
 
@@ -217,7 +227,7 @@ def fans(shape: Sequence[int], in_axis: Axes, out_axis: Axes, batch_axis: Axes) 
     """(fan_in, fan_out) of a kernel: axes named neither in, out nor batch are a receptive field, as in jax."""
     rank = len(shape)
     if rank < 2:
-        raise ConfigError(f"shape {tuple(shape)} has no fan: a scheme by fan cannot initialize a vector (give a constant)")
+        raise ConfigError(f"shape {tuple(shape)} has no fan: a law by fan cannot initialize a vector (give a constant)")
 
     def positions(axes: Axes) -> tuple[int, ...]:
         return tuple(a % rank for a in ((axes,) if isinstance(axes, int) else axes))
@@ -249,6 +259,8 @@ def variance_scaling(
     kinds: dict[str, Callable[[float], laws.Distribution]] = {
         "normal": laws.Normal, "uniform": laws.Uniform, "truncated_normal": lambda std: laws.TruncatedNormal(std, 2.0),
     }  # fmt: skip
+    if not scale >= 0:
+        raise ConfigError(f"variance_scaling: scale {scale} is negative")
     if mode not in modes:
         raise unknown("variance_scaling: mode", mode, modes)
     if distribution not in kinds:
@@ -271,5 +283,7 @@ he_uniform = functools.partial(variance_scaling, 2.0, "fan_in", "uniform")
 
 def residual_scaled(inner: Closure, num_residuals: int) -> Closure:
     """What `inner` draws, divided by sqrt(num_residuals): the rule of GPT-2 and Megatron, 2L additions in L layers."""
+    if num_residuals < 1:
+        raise ConfigError(f"residual_scaled: {num_residuals} residual additions; 2L in a sequential block")
     factor = np.float32(1 / math.sqrt(num_residuals))
     return closure(lambda key, shape: inner(key, shape, np.float32) * factor)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepinit.errors import ConfigError
 
@@ -47,6 +47,14 @@ class Distribution:
     """A law of independent entries. `formula` is the short text that reports print."""
 
     _parameter: ClassVar[str] = "std"
+
+    if TYPE_CHECKING:  # every law has these two, as fields or as properties
+
+        @property
+        def std(self) -> Numbers: ...
+
+        @property
+        def formula(self) -> str: ...
 
     @property
     def parameter(self) -> Numbers:
@@ -90,11 +98,10 @@ class Distribution:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with the law's name, its fields, and the std, mean and bound that follow from them."""
-        facts = {"std": self.std, "mean": self.mean, "bound": self.bound}  # type: ignore[attr-defined]
-        for name, value in facts.items():
-            if not all(map(math.isfinite, value if isinstance(value, tuple) else (value,))):
-                facts[name] = None  # JSON has neither infinity nor nan
-        return {"law": type(self).__name__, **facts, **dataclasses.asdict(self)}
+        facts = {"std": self.std, "mean": self.mean, "bound": self.bound}
+        finite = {k: v for k, v in facts.items() if all(map(math.isfinite, v if isinstance(v, tuple) else (v,)))}
+        # JSON has neither infinity nor nan
+        return {"law": type(self).__name__, **dict.fromkeys(facts), **finite, **dataclasses.asdict(self)}
 
 
 @dataclass(frozen=True)

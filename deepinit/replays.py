@@ -12,11 +12,13 @@ from deepinit.geometry import Role
 from deepinit.recipe import Recipe
 
 
-def replay(recipe: Recipe, role: str, index: Any, *, layer: int | None = None, seed: int = 0, stack: str = "") -> np.ndarray:
+def replay(
+    recipe: Recipe, role: str, index: Any, *, layer: int | None = None, seed: int = 0, stack: str = ""
+) -> np.ndarray:
     """float32 values of the role's leaf at flat row-major indices into one layer of it, bit for bit as initialized.
 
-    `layer` (0-based) is needed for a role that stands in every layer; `stack` is `encoder` or `decoder` where there are two.
-    A leaf stored in another dtype holds these values cast to it.
+    `layer` (0-based) is needed for a role that stands in every layer; `stack` is `encoder` or `decoder` where there are
+    two. A leaf stored in another dtype holds these values cast to it.
 
     Raises:
       ConfigError: a law that is not replayed (orthogonal, external), or a missing layer.
@@ -36,11 +38,11 @@ def replay(recipe: Recipe, role: str, index: Any, *, layer: int | None = None, s
     words = (index >> np.uint64(32)).astype(np.uint32), (index & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     match law:
         case laws.Normal():
-            return sampler.values(key, words, np.float32(law.std), "normal")
+            return sampler.values(key, words, np.asarray(law.std, np.float32), "normal")
         case laws.TruncatedNormal():
-            return sampler.values(key, words, np.float32(law.sigma), "normal", law.cut)
+            return sampler.values(key, words, np.asarray(law.sigma, np.float32), "normal", law.cut)
         case laws.Uniform():
-            return sampler.values(key, words, np.float32(law.bound), "uniform")
+            return sampler.values(key, words, np.asarray(law.bound, np.float32), "uniform")
         case laws.Sign():
-            return np.copysign(np.float32(law.std), sampler.values(key, words, np.float32(1.0), "uniform"))
+            return np.copysign(np.asarray(law.std, np.float32), sampler.values(key, words, np.float32(1.0), "uniform"))
     raise ConfigError(f"replay: {role} has law {type(law).__name__}, which is not drawn from single indices")

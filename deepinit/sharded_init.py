@@ -1,8 +1,8 @@
 """Parameters born sharded: abstract shapes -> layouts -> one jitted init without a collective.
 
-Every leaf is drawn from (seed, slot, layer): scanned or unrolled, one device or any mesh, the same bits, and the first 500
-layers of 1000 are those of a 500-layer model. An unrolled stack is drawn as one stacked array a slot and then taken apart,
-so that compile time does not grow with depth.
+Every leaf is drawn from (seed, slot, layer): scanned or unrolled, one device or any mesh, the same bits, and the first
+500 layers of 1000 are those of a 500-layer model. An unrolled stack is drawn as one stacked array a slot and then taken
+apart, so that compile time does not grow with depth.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def init_sharded(model: linen.Module, recipe: Recipe, mesh: Mesh | None = None, 
     Raises:
       ConfigError: the model's sizes are not the recipe's, or the mesh does not divide a leaf.
     """
-    if model.geometry != recipe.geometry:  # type: ignore[attr-defined]
-        raise ConfigError(f"the model has geometry {model.geometry}, the recipe {recipe.geometry}")  # type: ignore[attr-defined]
+    if model.geometry != recipe.geometry:
+        raise ConfigError(f"the model has geometry {model.geometry}, the recipe {recipe.geometry}")
     boxed = abstract_params(model)
     shapes = roles.unboxed(boxed)
     draw, keys = plan(model, shapes, seed)
@@ -75,7 +75,7 @@ def plan(model: Any, shapes: Any, seed: int) -> tuple[Any, Any]:
     for slot, members in groups.items():
         check_slot(slot, [located[i][0] for i in members])
     keys = {slot: slot_keys(seed, slot, [located[i] for i in members]) for slot, members in groups.items()}
-    keys[""] = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+    keys[""] = np.asarray(sampler.seed_words(seed))  # for leaves without a role
 
     def draw(keys: Any) -> Any:
         out: dict[int, Any] = {}

@@ -5,7 +5,7 @@ B batch, T time, D model, N heads, K key and value heads, G heads per key head, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -67,11 +67,12 @@ class Attention(Part):
             outs = [jnp.einsum("BTD,DNH->BTNH", x_BTD, w) for w in kernels]
         outs = [self.scaled(y, r) for y, (r, _, _) in zip(outs, heads)]
         if self.bias:
-            outs = [y + self.weight(f"{r}_bias", (c, h), (axis, "head_dim"), layer) for y, (r, c, axis) in zip(outs, heads)]
+            biases = [self.weight(f"{r}_bias", (c, h), (axis, "head_dim"), layer) for r, c, axis in heads]
+            outs = [y + b for y, b in zip(outs, biases)]
         return outs[0], outs[1], outs[2]
 
 
-def fastest(dtype: Any, mask: jax.Array | None) -> str | None:
+def fastest(dtype: Any, mask: jax.Array | None) -> Literal["xla", "cudnn"]:
     """cuDNN's flash attention where it applies (a GPU, half precision, no padding mask); XLA's own elsewhere."""
     half = dtype in (jnp.bfloat16, jnp.float16)
     return "cudnn" if half and mask is None and jax.default_backend() == "gpu" else "xla"

@@ -13,8 +13,10 @@ from deepinit.nn.part import Part
 
 
 class Norm(Part):
-    """Normalizes the last axis. LayerNorm takes the mean off first and has a bias (Ba et al. 2016); RMSNorm has neither
-    (Zhang & Sennrich 2019)."""
+    """Normalizes the last axis.
+
+    LayerNorm takes the mean off first and has a bias (Ba et al. 2016); RMSNorm has neither (Zhang & Sennrich 2019).
+    """
 
     @linen.compact
     def __call__(self, x: jax.Array, layer: Any = None) -> jax.Array:

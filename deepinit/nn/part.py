@@ -1,4 +1,4 @@
-"""What every module of a model shares: sizes, closures, residual rule, multipliers, options; and how a weight is made."""
+"""What the modules of a model share: sizes, closures, residual rule, multipliers, options; how a weight is made."""
 
 from __future__ import annotations
 
@@ -74,7 +74,12 @@ class Part(linen.Module):
             if value not in CHOICES.get(name, (value,)):
                 raise unknown(f"model.{name}", value, CHOICES[name])
         for name, needed in recipe.requires.items():
-            if name in fields and options.setdefault(name, needed) != needed:
+            if hasattr(recipe.geometry, name):
+                continue  # the recipe has checked its own sizes
+            choices = needed if isinstance(needed, tuple) else (needed,)
+            if name not in fields:
+                raise ConfigError(f"scheme {recipe.name} needs {name} {needed}, which {cls.__name__} does not have")
+            if options.setdefault(name, choices[0]) not in choices:
                 raise ConfigError(f"scheme {recipe.name} needs model.{name} {needed}, got {options[name]}")
         if options.get("norm_offset") and recipe.weights[Role.NORM_SCALE] == Constant(1.0):
             raise ConfigError(
@@ -110,7 +115,8 @@ class Part(linen.Module):
             raise ConfigError(f"{name}: a parameter is named by its role, with a qualifier before it if it needs one")
         closure = self.initializer(role, layer)
         boxed = linen.with_logical_partitioning(closure, tuple(axes))
-        return self.param(str(name), boxed, tuple(shape), jnp.dtype(self.param_dtype)).astype(self.compute)
+        made: Any = self.param(str(name), boxed, tuple(shape), jnp.dtype(self.param_dtype))
+        return made.astype(self.compute)
 
     def factor(self, name: str) -> float:
         """A forward multiplier of the recipe: 1 where it has none."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
+from deepinit.errors import ConfigError
 from deepinit.laws import Numbers
 from deepinit.nn.norm import Norm
 from deepinit.nn.part import Part
@@ -49,6 +50,8 @@ class ResidualAdd(Part):
         """The number of this addition, where there is one per layer or one per addition."""
         if not isinstance(numbers, tuple):
             return numbers
+        if layer is None:
+            raise ConfigError(f"the residual rule {self.residual.formula} has one constant per layer: say which layer")
         table = jnp.asarray(np.asarray(numbers, np.float32))
         per_layer = len(numbers) == self.geometry.num_layers
         return table[layer if per_layer else layer * self.geometry.sublayers + self.sublayer]

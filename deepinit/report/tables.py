@@ -49,6 +49,11 @@ def number(value: laws.Numbers | None, digits: int = 6) -> str:
     return "none" if value == float("inf") else f"{value:.{digits}g}"
 
 
+def plain(value: Any) -> Any:
+    """A default as JSON has it; null where there is none."""
+    return value if isinstance(value, int | float | str | bool) else None
+
+
 def scheme_facts(scheme: Scheme) -> dict[str, Any]:
     """What `schemes` says of one scheme."""
     from deepinit.errors import ConfigError
@@ -66,7 +71,7 @@ def scheme_facts(scheme: Scheme) -> dict[str, Any]:
         "source": scheme.source,
         "verified": scheme.verified,
         "version": scheme.version,
-        "hyperparameters": {k: v if isinstance(v, int | float | str | bool | None) else None for k, v in scheme.hyperparameters.items()},
+        "hyperparameters": {k: plain(v) for k, v in scheme.hyperparameters.items()},
         "summary": scheme.summary,
     }
 
@@ -84,13 +89,14 @@ def schemes_table(schemes: Iterable[Scheme]) -> Table:
 
 def law_rows(r: Recipe) -> list[tuple[str, ...]]:
     """One line a role that a model of this geometry may hold."""
-    g, rows = r.geometry, []
+    g = r.geometry
+    rows: list[tuple[str, ...]] = []
     for role, law in r.weights.items():
         if role not in VECTORS and not g.count(role) and role != "pos_embed":
             continue
         fans = "" if role in VECTORS else "{} -> {}".format(*g.matrix(role))
         u = r.updates[role]
-        rows.append((role, fans, type(law).__name__, number(law.std), number(law.bound), law.formula, *factors(u)))  # type: ignore[attr-defined]
+        rows.append((role, fans, type(law).__name__, number(law.std), number(law.bound), law.formula, *factors(u)))
     return rows
 
 
@@ -121,7 +127,7 @@ def verdict_rows(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     grouped: dict[str, list[Row]] = {}
     for r in rows:
         grouped.setdefault(r.path, []).append(r)
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for path, of_leaf in grouped.items():
         worst = max(of_leaf, key=lambda r: (not r.ok, abs(r.z)))
         picked = [of_leaf[0], of_leaf[-1], worst] if len(of_leaf) > 1 else of_leaf
