@@ -1,14 +1,16 @@
 """The digest of a parameter tree: one for every layout, scanned or unrolled, on any mesh and any jax.
 
-Per leaf and layer, four sums modulo 2^32 of the values' bits, each mixed and multiplied by an odd hash of its position:
-integer arithmetic in one pass on the devices. The host hashes the sums with the leaves' canonical paths. A value of exact
-zero adds nothing, so rows that pad a vocabulary do not change the digest.
+Integer arithmetic in one pass on the devices. Along the last axis, every 32 entries' mixed bits are summed modulo 2^32 with
+an odd multiplier each; these sums are mixed again and summed per layer in four lanes, with odd hashes of their position. The
+host hashes the lanes with the leaves' canonical paths. A row of zeros adds nothing, so padding a vocabulary does not change
+the digest.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from deepinit import roles, sampler
 from deepinit.roles import Leaf
 
 LANES = 4
+BLOCK = 32  # a sum this short stays in vector registers: 8 times faster here than one over the whole axis
 
 
 def mix(x: Any) -> Any:
@@ -31,26 +34,34 @@ def mix(x: Any) -> Any:
 
 
 def bits(x: jax.Array) -> jax.Array:
-    """The values' bits as uint32; a 64-bit value becomes two along a last axis."""
+    """The values' bits as uint32; a 64-bit value becomes two, side by side."""
     size = x.dtype.itemsize
-    if x.dtype == jnp.bool_ or size == 1:
+    if size == 1 and jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(x, np.uint8).astype(np.uint32)
+    if size == 1:
         return x.astype(np.uint32)
     if size == 2:
         return jax.lax.bitcast_convert_type(x, np.uint16).astype(np.uint32)
-    return jax.lax.bitcast_convert_type(x, np.uint32)
+    word = jax.lax.bitcast_convert_type(x, np.uint32)
+    return word if size == 4 else word.reshape(*x.shape[:-1], -1)
 
 
 def lanes(x: jax.Array, stacked: bool) -> jax.Array:
     """(layers, 4) sums of a leaf; one row where the leaf is not stacked."""
     word = bits(x)
     word = word if stacked else word[None]
-    high, low = sampler.counters(word.shape[1:])
+    word = word[:, None] if word.ndim == 1 else word
+    width = math.gcd(word.shape[-1], BLOCK)
+    # behind a barrier the multipliers stay a vector in memory; in front of it XLA would hash anew at every entry
+    inner = jax.lax.optimization_barrier(mix(jnp.arange(1, width + 1, dtype=np.uint32)) | np.uint32(1))
+    blocks = word.reshape(*word.shape[:-1], word.shape[-1] // width, width)
+    sums = mix(jnp.sum(mix(blocks) * inner, -1, dtype=np.uint32))
+    high, low = sampler.counters(sums.shape[1:])
     a = (low * np.uint32(0x9E3779B1) + high * np.uint32(0x632BE5AB)) | np.uint32(1)
     b = mix(low ^ mix(high + np.uint32(0x27D4EB2F))) | np.uint32(1)
-    value = mix(word)
-    axes = tuple(range(1, word.ndim))
+    axes = tuple(range(1, sums.ndim))
     factors = (a, b, a * b, (a ^ (b << np.uint32(7))) | np.uint32(1))
-    return jnp.stack([jnp.sum(value * f, axes, dtype=np.uint32) for f in factors], axis=-1)
+    return jnp.stack([jnp.sum(sums * f, axes, dtype=np.uint32) for f in factors], axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("stacked",))

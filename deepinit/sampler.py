@@ -2,7 +2,7 @@
 
 XLA promises no equal bits of log or erf_inv between two compiled programs; integers and one float multiply cannot differ.
 
-    bits      threefry2x32 (Salmon et al. 2011) over the flat index, rounds unrolled so that they fuse
+    bits      threefry2x32-13 (Salmon et al. 2011) over the flat index, rounds unrolled so that they fuse
     quantile  octaves of the tail probability in 2^SUB equal pieces, linear inside a piece, in int32
     value     float32(integer) * float32(sigma * 2^-SCALE): one rounding
 
@@ -20,19 +20,22 @@ from typing import Any
 import numpy as np
 
 SUB, FRAC, SCALE = 6, 12, 20
+ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+ROUNDS = 13  # the fewest that are Crush-resistant (Salmon et al. 2011; Random123 offers the same); keys take all 20
 Words = tuple[Any, Any]
 
 
-def threefry(key: Words, x0: Any, x1: Any) -> Words:
-    """Twenty rounds of threefry2x32 on uint32 arrays; equals `jax.random`'s threefry2x32 block."""
+def threefry(key: Words, x0: Any, x1: Any, rounds: int = 20) -> Words:
+    """Rounds of threefry2x32 on uint32 arrays; with 20, `jax.random`'s threefry2x32 block."""
     k0, k1 = key
     ks = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = x0 + ks[0], x1 + ks[1]
-    for i in range(5):
-        for r in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << np.uint32(r)) | (x1 >> np.uint32(32 - r))) ^ x0
-        x0, x1 = x0 + ks[(i + 1) % 3], x1 + ks[(i + 2) % 3] + np.uint32(i + 1)
+    for i in range(rounds):
+        x0, r = x0 + x1, ROTATIONS[i % 8]
+        x1 = ((x1 << np.uint32(r)) | (x1 >> np.uint32(32 - r))) ^ x0
+        if i % 4 == 3:
+            j = i // 4 + 1
+            x0, x1 = x0 + ks[j % 3], x1 + ks[(j + 1) % 3] + np.uint32(j)
     return x0, x1
 
 
@@ -108,7 +111,7 @@ def values(key: Words, index: Words, number: Any, kind: str, cut: float = 0.0, x
     bound for `uniform` on (-bound, bound); the upper end for `unit`, uniform on [0, end).
     """
     with np.errstate(over="ignore"):
-        x0, x1 = threefry(key, *index)
+        x0, x1 = threefry(key, *index, ROUNDS)
         word = x0 ^ x1
         if kind == "normal":
             z, unit = normal_integers(word, cut, xp), 2.0**-SCALE
@@ -147,10 +150,10 @@ def counters(shape: tuple[int, ...]) -> Words:
     for axis in range(len(shape)):
         stride = math.prod(shape[axis + 1 :])
         i = lax.broadcasted_iota(np.uint32, shape, axis)
-        if math.prod(shape[axis:]) <= 2**32:  # the product fits one word
-            more_high, more_low = jnp.zeros_like(i), i * np.uint32(stride & 0xFFFFFFFF)
-        else:
-            more_high, more_low = wide_multiply(i, stride)
+        if math.prod(shape) <= 2**32:  # one word counts them all
+            low = low + i * np.uint32(stride & 0xFFFFFFFF)
+            continue
+        more_high, more_low = wide_multiply(i, stride)
         low = low + more_low
         high = high + more_high + (low < more_low).astype(np.uint32)
     return high, low
