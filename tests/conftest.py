@@ -7,10 +7,13 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.envir
 
 import jax
 import pytest
+from hypothesis import settings
 
 from deepinit import Geometry
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+settings.register_profile("deepinit", deadline=None, derandomize=True)  # a first example may compile
+settings.load_profile("deepinit")
 
 
 @pytest.fixture(scope="session")
