@@ -131,7 +131,7 @@ def torchtitan_qwen3_moe(g: Geometry) -> Recipe:
 # --- lingua ------------------------------------------------------------------------------------------------------
 
 LINGUA = "lingua 437d680 lingua/transformer.py:410-493,591-598"
-Scaling = Literal["disabled", "current_depth", "global_depth", "dim_ratio"]
+Scaling = Literal["disabled", "current_depth", "global_depth"]
 
 
 def lingua(g: Geometry, scaling: Scaling) -> Recipe:
@@ -141,7 +141,6 @@ def lingua(g: Geometry, scaling: Scaling) -> Recipe:
         "disabled": (1.0, ""),
         "current_depth": (tuple((2 * layer) ** -0.5 for layer in depth), "/sqrt(2l)"),
         "global_depth": ((2 * (g.num_layers + 1)) ** -0.5, "/sqrt(2(L+1))"),
-        "dim_ratio": (4096 / g.d_model, "/(d/4096)"),
     }[scaling]
     laws = fixed(g, "1/sqrt(d)", draw=CUT3) | fan_in(g, (Role.MLP_DOWN, Role.EXPERT_DOWN), draw=CUT3)
     scaled: Laws = {r: laws[r].scaled(factor, laws[r].formula + name) for r in roles_of(g, OUTPUTS)}

@@ -158,7 +158,10 @@ def minicpm(
     scale_embed: float = 12.0,
     scale_depth: float = 1.4,
 ) -> Recipe:
-    """Embedding times 12, x <- x + 1.4/sqrt(L) F(N(x)), logits over m = d/256; matrices 0.1/sqrt(m) at rate 1/m."""
+    """Embedding times 12, x <- x + 1.4/sqrt(L) F(N(x)), logits over m = d/256; matrices 0.1/sqrt(m) at rate 1/m.
+
+    Made for d well above 256: in a narrower model the division enlarges the logits.
+    """
     m = width_ratio(g, base_width, 0)
     return Recipe(
         hidden(g, std, m),
