@@ -103,7 +103,7 @@ def deepnorm_encdec_encoder_torchscale(g: Geometry, *, scale_gate: bool = False)
     return deep(g, alpha, beta * 1.15 / 0.87, scale_gate)
 
 
-@register("deepnorm_glm130b", source="arXiv:2210.02414, section 2.1", norm="post")
+@register("deepnorm_glm130b", source="arXiv:2210.02414", norm="post")
 def deepnorm_glm130b(g: Geometry) -> Recipe:
     """x <- LN(alpha x + F(x)), alpha = (2L)^(1/2), beta = (2L)^(-1/2) on v, out and the whole MLP, its gate too."""
     alpha = (2 * g.num_layers) ** 0.5

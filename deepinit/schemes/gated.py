@@ -39,7 +39,7 @@ def rezero(g: Geometry, *, share: Literal["layer", "sublayer"] = "layer", base: 
     )
 
 
-@register("skipinit", source="arXiv:2002.10444, section 3; deepmind-research nfnets/skipinit_resnet.py", norm="none")
+@register("skipinit", source="arXiv:2002.10444; deepmind-research nfnets/skipinit_resnet.py", norm="none")
 def skipinit(
     g: Geometry, *, start: Literal["zero", "1/sqrt(R)"] = "zero", base: Base = "he_normal", zero_head: bool = False
 ) -> Recipe:
@@ -55,9 +55,7 @@ def skipinit(
     )
 
 
-@register(
-    "layerscale", aliases=("cait",), source="arXiv:2103.17239, section 2.3; deit 7e160fe cait_models.py", norm="pre"
-)
+@register("layerscale", aliases=("cait",), source="arXiv:2103.17239; deit 7e160fe cait_models.py", norm="pre")
 def layerscale(g: Geometry, *, value: float | None = None, std: Std = 0.02) -> Recipe:
     """x <- x + diag(a) F(N(x)), a learnable, one per feature: 0.1 up to 18 layers, 1e-5 up to 24, 1e-6 beyond.
 

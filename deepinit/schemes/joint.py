@@ -37,7 +37,7 @@ def ngpt(g: Geometry) -> Recipe:
     )
 
 
-@register("mimetic", source="arXiv:2305.09828, section 4", norm="pre", verified=False)
+@register("mimetic", source="arXiv:2305.09828", norm="pre", verified=False)
 def mimetic(
     g: Geometry,
     *,

@@ -38,7 +38,7 @@ def fixup(g: Geometry, *, scalar_lr: float = 0.1) -> Recipe:
     )
 
 
-TFIXUP = "Huang et al. 2020 (ICML), section 3; T-Fixup b17e166 fairseq/modules/transformer_layer.py:31-47,157-173"
+TFIXUP = "Huang et al. 2020 (ICML); T-Fixup b17e166 fairseq/modules/transformer_layer.py:31-47,157-173"
 
 
 def tfix(g: Geometry, stack: str) -> Recipe:

@@ -57,7 +57,7 @@ def by_layer(g: Geometry, alpha: float, power: float) -> Recipe:
     return Recipe(layers | unit_tables(g), Residual(norm="post"), multipliers={"embed": math.sqrt(g.d_model)})
 
 
-@register("ds_init", source="Zhang, Titov & Sennrich 2019 (D19-1083), eq. 5", norm="post")
+@register("ds_init", source="Zhang, Titov & Sennrich 2019 (D19-1083)", norm="post")
 def ds_init(g: Geometry, *, alpha: float = 1.0) -> Recipe:
     """x <- LN(x + F(x)); every matrix of layer l uniform on +-gamma alpha/sqrt(l), gamma = sqrt(6/(fan_in+fan_out)).
 
@@ -73,7 +73,7 @@ def ds_init_code(g: Geometry) -> Recipe:
     return by_layer(g, 1.0, -0.25)
 
 
-@register("admin", source="arXiv:2004.08249, section 4.2; microsoft/admin-torch 08b6605 admin.py", norm="post")
+@register("admin", source="arXiv:2004.08249; microsoft/admin-torch 08b6605 admin.py", norm="post")
 def admin(g: Geometry, *, growth: Literal["log n", "1", "n"] = "log n", learnable: bool = True) -> Recipe:
     """x <- LN(w x + F(x)), w one per feature, learnable, at first sqrt((R+1)/ln(R+1) - 1); Xavier uniform.
 
@@ -110,7 +110,7 @@ def keel(g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total") -> Recipe:
 
 @register(
     "hybridnorm",
-    source="arXiv:2503.04598, section 3; BryceZhuo/HybridNorm olmo/model.py:800-891",
+    source="arXiv:2503.04598; its code dense_model/olmo/model.py:800-891",
     norm="post",
     verified=False,
 )
@@ -131,7 +131,12 @@ def hybridnorm(g: Geometry, *, std: Std = "sqrt(2/(5d))", cut: float = 3.0, corr
 # --- at both ends of a branch ------------------------------------------------------------------------------------
 
 
-@register("sandwich_ln", aliases=("cogview",), source="arXiv:2105.13290, section 2.4", norm="sandwich")
+@register(
+    "sandwich_ln",
+    aliases=("cogview",),
+    source="arXiv:2105.13290; CogView 189a12b mpu/sparse_transformer.py:302-360",
+    norm="sandwich",
+)
 def sandwich_ln(g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total") -> Recipe:
     """x <- x + LN(F(LN(x))); weights of megatron.
 
@@ -142,7 +147,7 @@ def sandwich_ln(g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total") -> 
     return Recipe(laws | divided(g, laws, divisor), Residual(norm="sandwich"))
 
 
-@register("peri_ln", source="arXiv:2502.02732, section 3", norm="sandwich")
+@register("peri_ln", source="arXiv:2502.02732", norm="sandwich")
 def peri_ln(g: Geometry, *, std: Std = 0.02) -> Recipe:
     """x <- x + N(F(N(x))), a norm around every branch and at the end: Var(x) grows by about 1 with each addition.
 
@@ -151,9 +156,7 @@ def peri_ln(g: Geometry, *, std: Std = 0.02) -> Recipe:
     return Recipe(fixed(g, std), Residual(norm="sandwich"))
 
 
-@register(
-    "depth_scaled_sandwich", aliases=("pangu_ultra",), source="arXiv:2504.07866, section 3.1; AFMoE", norm="sandwich"
-)
+@register("depth_scaled_sandwich", aliases=("pangu_ultra",), source="arXiv:2504.07866; AFMoE", norm="sandwich")
 def depth_scaled_sandwich(g: Geometry, *, c: float = 1.0, std: Std = 0.02) -> Recipe:
     """x <- x + N2(F(N1(x))), the gain of N2 learnable and c/sqrt(L) at first: c = 1 in AFMoE, 0.283 in Pangu Ultra.
 
@@ -177,7 +180,7 @@ def sub(g: Geometry, gamma: float) -> Recipe:
     return Recipe(xavier(g) | xavier(g, own, gain=gamma, name="gamma") | unit_tables(g), Residual(norm="sub"))
 
 
-MAGNETO = "arXiv:2210.06423, section 4; torchscale 4d1e0e8 architecture/decoder.py:300-314"
+MAGNETO = "arXiv:2210.06423; torchscale 4d1e0e8 architecture/decoder.py:300-314"
 
 
 def sub_gamma(g: Geometry, stack: str) -> float:
@@ -213,7 +216,7 @@ def subln_encdec_encoder(g: Geometry) -> Recipe:
     return sub(g, sub_gamma(g, "encoder"))
 
 
-@register("normformer", source="arXiv:2110.09456, section 2", norm="pre", verified=False)
+@register("normformer", source="arXiv:2110.09456", norm="pre", verified=False)
 def normformer(g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total") -> Recipe:
     """Pre-norm with a norm after attention, one after the first MLP matrix, and a learnable gain per head, 1 at first.
 
@@ -228,7 +231,12 @@ def normformer(g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total") -> R
     )
 
 
-@register("layernorm_scaling", aliases=("lns", "curse_of_depth"), source="arXiv:2502.05795, eq. 9", norm="pre")
+@register(
+    "layernorm_scaling",
+    aliases=("lns", "curse_of_depth"),
+    source="arXiv:2502.05795; OLMo-core fa6c501 block.py:272-273",
+    norm="pre",
+)
 def layernorm_scaling(g: Geometry, *, std: Std = 0.02) -> Recipe:
     """x <- x + F(LN(x) / sqrt(l)) in layer l = 1..L, attention and MLP alike; plain 0.02, the final norm unscaled.
 

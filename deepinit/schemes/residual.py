@@ -59,7 +59,7 @@ def nanogpt(
     return scaled(g, std, divisor=divisor, cut=cut, corrected=corrected)
 
 
-@register("megatron", source="arXiv:1909.08053, section 5.1; Megatron-LM d98e8a6 core/utils.py:862-871", norm=ANY)
+@register("megatron", source="arXiv:1909.08053; Megatron-LM d98e8a6 core/utils.py:862-871", norm=ANY)
 def megatron(
     g: Geometry,
     *,
@@ -96,15 +96,13 @@ def deepseek(g: Geometry, *, std: Std = 0.006) -> Recipe:
     return scaled(g, std, divisor="none")
 
 
-@register("small_init", source="Nguyen & Salazar 2019 (arXiv:1910.05895), section 2.3", norm=ANY)
+@register("small_init", source="Nguyen & Salazar 2019 (arXiv:1910.05895)", norm=ANY)
 def small_init(g: Geometry, *, cut: float = 0.0, corrected: bool = True) -> Recipe:
     """Every matrix and table sqrt(2/(5d)), the Xavier std of a (d, 4d) matrix; no factor for depth."""
     return scaled(g, "sqrt(2/(5d))", divisor="none", cut=cut, corrected=corrected)
 
 
-@register(
-    "small_init_scaled", source="arXiv:1910.05895, section 2.3, with the 1/sqrt(2L) of arXiv:1909.08053", norm=ANY
-)
+@register("small_init_scaled", source="arXiv:1910.05895, with the 1/sqrt(2L) of arXiv:1909.08053", norm=ANY)
 def small_init_scaled(
     g: Geometry, *, std: Std = "sqrt(2/(5d))", divisor: Divisor = "total", cut: float = 0.0, corrected: bool = True
 ) -> Recipe:
@@ -112,7 +110,7 @@ def small_init_scaled(
     return scaled(g, std, divisor=divisor, cut=cut, corrected=corrected)
 
 
-@register("wang_init", aliases=("gpt_neox_20b",), source="arXiv:2204.06745, section 3.1; gpt-neox ea7aefd", norm=ANY)
+@register("wang_init", aliases=("gpt_neox_20b",), source="arXiv:2204.06745; gpt-neox ea7aefd", norm=ANY)
 def wang_init(g: Geometry) -> Recipe:
     """small_init, with the output matrices 2/(L sqrt(d)) (Wang & Komatsuzaki 2021, GPT-J): 1/L, not 1/sqrt(L).
 
@@ -123,7 +121,7 @@ def wang_init(g: Geometry) -> Recipe:
     )
 
 
-@register("spike_no_more", aliases=("spike_no_more_scaled_embed",), source="arXiv:2312.16903, section 4", norm=ANY)
+@register("spike_no_more", aliases=("spike_no_more_scaled_embed",), source="arXiv:2312.16903", norm=ANY)
 def spike_no_more(g: Geometry) -> Recipe:
     """small_init_scaled with the token embedding multiplied by sqrt(d) after the look-up.
 

@@ -149,7 +149,7 @@ def megatron_mup(
     )
 
 
-@register("minicpm", source="arXiv:2404.06395, section 4.1", norm="pre")
+@register("minicpm", source="arXiv:2404.06395", norm="pre")
 def minicpm(
     g: Geometry,
     *,
@@ -232,7 +232,7 @@ def completep(
     return deep(g, m, m_l, alpha, std, base_head_dim)
 
 
-@register("completed_p", source="arXiv:2512.22382, table 1", norm="pre", choose=("base_width", "base_depth"))
+@register("completed_p", source="arXiv:2512.22382", norm="pre", choose=("base_width", "base_depth"))
 def completed_p(
     g: Geometry,
     *,
