@@ -17,8 +17,6 @@ from deepinit import roles
 from deepinit.errors import ConfigError
 from deepinit.train.step import TrainState
 
-ITEMS = ("state", "meta")
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written. The message is one line."""
@@ -34,7 +32,9 @@ class Checkpoints:
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,
         )
-        self.manager = ocp.CheckpointManager(folder.absolute(), options=options, item_names=ITEMS)
+        handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        self.manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
+        self.saving = False
 
     @property
     def latest(self) -> int | None:
@@ -48,13 +48,20 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(dict(meta)))
         try:
             self.manager.save(step, args=args, force=True)
+            self.saving = True
         except Exception as e:
             raise self._failed(e) from e
 
     def check(self) -> None:
-        """Raise what went wrong in the background since the last call."""
+        """Raise what went wrong in the background, once the save has ended; never waits for it."""
+        if self.saving and not self.manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until what is being written is whole."""
+        self.saving = False
         try:
-            self.manager.check_for_errors()
+            self.manager.wait_until_finished()
         except Exception as e:
             raise self._failed(e) from e
 
@@ -72,11 +79,9 @@ class Checkpoints:
         return got["state"], got["meta"]
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait, and let go of the folder."""
         try:
-            self.manager.wait_until_finished()
-        except Exception as e:
-            raise self._failed(e) from e
+            self.wait()
         finally:
             self.manager.close()
 

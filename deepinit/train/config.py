@@ -212,7 +212,8 @@ class Config:
         from deepinit.schemes import registry
 
         placement = None if self.model.norm_placement == "auto" else self.model.norm_placement
-        return registry.recipe(self.scheme.name, self.geometry(), norm=placement, **self.scheme.args)
+        recipe = registry.recipe(self.scheme.name, self.geometry(), norm=placement, **self.scheme.args)
+        return recipe.with_norm_offset() if self.model.norm_offset else recipe
 
     def model_options(self) -> dict[str, Any]:
         """Keyword arguments of `deepinit.nn.Decoder.from_recipe`."""
@@ -300,12 +301,12 @@ class Config:
         if recipe.name == "external":
             raise ConfigError("scheme.name: 'external' leaves the weights to a Python caller; a run needs a scheme")
         for option, wanted in recipe.requires.items():
-            values = wanted if isinstance(wanted, tuple | list) else (wanted,)
-            if (given := getattr(m, option, None)) not in values:
-                shown = " or ".join(_yaml(v) for v in values)
-                raise ConfigError(
-                    f"model.{option}: {_yaml(given)}, but scheme {recipe.name} needs model.{option} {shown}"
-                )
+            values = accepted(wanted)
+            needs = f"scheme {recipe.name} needs model.{option} {' or '.join(_yaml(v) for v in values)}"
+            if not hasattr(m, option):
+                raise ConfigError(f"{needs}, which the decoder does not offer")
+            if getattr(m, option) not in values:
+                raise ConfigError(f"model.{option}: {_yaml(getattr(m, option))}, but {needs}")
         layout.check_divisible(g, dataclasses.asdict(self.mesh), t.batch_size, self.vocab_padded, t.accumulate)
         return recipe
 
@@ -343,7 +344,10 @@ RANGES: tuple[tuple[str, str, float, float], ...] = (
 
 
 def load(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Config:
-    """The config of some files, later ones over earlier ones, and of flags (`--section.field value`) over them all."""
+    """The config of some files, later ones over earlier ones, and of flags (`--section.field value`) over them all.
+
+    A model option that nobody set and that the scheme presupposes is as the scheme wants it.
+    """
     data: dict[str, Any] = {}
     for path in files:
         try:
@@ -355,7 +359,17 @@ def load(files: Iterable[str] = (), overrides: Iterable[str] = ()) -> Config:
     for layer in loader.flags(Config, overrides):
         loader.build(Config, layer)
         data = overlaid(data, layer)
-    return loader.build(Config, data)
+    config = loader.build(Config, data)
+    for option, wanted in config.recipe().requires.items():
+        free = option in loader.types_of(ModelConfig) and option not in data.get("model", {})
+        if free and getattr(config.model, option) not in accepted(wanted):
+            config = config.replace(**{f"model__{option}": accepted(wanted)[0]})
+    return config
+
+
+def accepted(wanted: Any) -> tuple[Any, ...]:
+    """The values of a model option that a scheme's `requires` names: one, or any of several."""
+    return tuple(wanted) if isinstance(wanted, tuple | list) else (wanted,)
 
 
 def overlaid(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 
-from deepinit.invariants import Verdict, inspect
-from deepinit.nn import Decoder
-from deepinit.recipe import Recipe
-from deepinit.sharded_init import init_sharded
-from deepinit.sharding import make_mesh
 from deepinit.train import data as text
 from deepinit.train import folder, optimizer, step
+from deepinit.train.birth import Birth, born
 from deepinit.train.checkpoint import CheckpointError, Checkpoints
 from deepinit.train.config import Config
+from deepinit.train.data import Data
 from deepinit.train.metrics import Metrics, Row, require_tensorboard
 from deepinit.train.screen import Screen, si
 from deepinit.train.watch import Profile, cache_compilations, interruptible
@@ -35,11 +30,18 @@ def train(config: Config) -> int:
         require_tensorboard()
     if config.train.compilation_cache:
         cache_compilations(config.train.compilation_cache)
-    mesh = make_mesh(dataclasses.asdict(config.mesh))
+    part = config.train.batch_size // config.train.accumulate
+    data = text.load(
+        config.data,
+        batch_size=config.train.batch_size,
+        eval_batch_size=part,
+        eval_batches=config.train.eval_batches,
+    )
+    birth = born(config)
     screen = Screen(config.last_step, recipe.geometry.flops_per_token(config.data.seq_len))
-    with screen, jax.set_mesh(mesh):
+    with screen, jax.set_mesh(birth.mesh):
         try:
-            return Run(config, recipe, mesh, screen).go()
+            return Run(config, birth, data, screen).go()
         except CheckpointError as e:
             screen.stop()
             screen.say(str(e))
@@ -49,45 +51,39 @@ def train(config: Config) -> int:
 class Run:
     """One run: what it is made of, and the loop."""
 
-    def __init__(self, config: Config, recipe: Recipe, mesh: Mesh, screen: Screen):
-        self.config, self.recipe, self.mesh, self.screen = config, recipe, mesh, screen
-        t = config.train
-        part = t.batch_size // t.accumulate
-        self.data = text.load(config.data, batch_size=t.batch_size, eval_batch_size=part, eval_batches=t.eval_batches)
-        self.model = Decoder.from_recipe(recipe, **config.model_options())
-        self.evaluate = step.evaluator(self.model, mesh)
+    def __init__(self, config: Config, birth: Birth, data: Data, screen: Screen):
+        self.birth, self.data, self.screen = birth, data, screen
+        self.folder = folder.of(config)
+        self.config = config.replace(train__run_dir=str(self.folder))
+        self.init = folder.init_record(birth.verdict, config)
+        self.evaluate = step.evaluator(birth.model, birth.mesh)
         self.tokens = 0
         self.compile_s: float | None = None
 
     def go(self) -> int:
-        """The whole run; its exit status."""
-        config, recipe, screen, t = self.config, self.recipe, self.screen, self.config.train
+        """From the verdict on; the exit status."""
+        config, birth, screen, t = self.config, self.birth, self.screen, self.config.train
 
-        # ---- sharded init, and its verdict
-        params = init_sharded(self.model, recipe, self.mesh, t.seed)
-        verdict = inspect(params, recipe)
-        self.folder = folder.of(config)
-        self.config = config = config.replace(train__run_dir=str(self.folder))
-        self.init = folder.init_record(verdict, config)
-        if not verdict.ok:
-            folder.write(self.folder, config, recipe, self.init)
-            screen.say(verdict.table())
+        # ---- stop here if a leaf is wrong
+        if not birth.verdict.ok:
+            folder.write(self.folder, config, birth.recipe, self.init)
+            screen.say(birth.verdict.table())
             screen.say(f"run: {self.folder}")
             return 1
 
         # ---- restore, if there is a checkpoint
         self.checkpoints = Checkpoints(self.folder / "checkpoints", t.keep_checkpoints)
         start = self.checkpoints.latest or 0
-        changed = folder.compare(self.folder, config, recipe, self.init) if start else []
-        folder.write(self.folder, config, recipe, self.init)
+        changed = folder.compare(self.folder, config, birth.recipe, self.init) if start else []
+        folder.write(self.folder, config, birth.recipe, self.init)
         if start >= config.last_step:
             screen.say(f"{self.folder} is finished: step {start} of {config.last_step}, nothing to do")
             return self.end(0)
-        self.show(params, verdict, start)
+        self.show(start)
         for change in changed:
             screen.say(f"changed since the last start: {change}")
-        tx = optimizer.make(config, recipe, params)
-        state, shardings = step.create(params, tx, self.mesh)
+        tx = optimizer.make(config, birth.recipe, birth.params)
+        state, shardings = step.create(birth.params, tx, birth.mesh)
         if start:
             state, meta = self.checkpoints.restore(start, state)
             self.tokens = meta["tokens"]
@@ -102,11 +98,11 @@ class Run:
     def loop(self, state: step.TrainState, shardings: Any, tx: optax.GradientTransformation, start: int) -> int:
         """Dispatch a step, read the metrics of the one before, evaluate, save."""
         config, screen, t, end = self.config, self.screen, self.config.train, self.config.last_step
-        pure = step.train_step(self.model, tx, optimizer.schedule(config), t.seed, config.model.dropout > 0)
+        pure = step.train_step(self.birth.model, tx, optimizer.schedule(config), t.seed, config.model.dropout > 0)
         screen.start(start)
         batch = self.batch(start)
         began = time.perf_counter()
-        run_step = step.jitted(pure, shardings, self.mesh).lower(state, batch).compile()
+        run_step = step.jitted(pure, shardings, self.birth.mesh).lower(state, batch).compile()
         self.compile_s = time.perf_counter() - began
         screen.say(f"step compiled in {self.compile_s:.1f} s")
         waiting, bad, self.clock = None, 0, time.perf_counter()
@@ -145,7 +141,7 @@ class Run:
 
     def batch(self, number: int) -> dict[str, jax.Array]:
         """The batch with this number, on the devices."""
-        return step.put(self.data.train[number], self.config.train.accumulate, self.mesh)
+        return step.put(self.data.train[number], self.config.train.accumulate, self.birth.mesh)
 
     def read(self, done: int, metrics: step.Metrics) -> int:
         """Wait for the metrics of a step, keep and show them; how many steps in a row were bad."""
@@ -179,7 +175,7 @@ class Run:
             "step": done,
             "tokens": self.tokens,
             "config": self.config.to_dict(),
-            "recipe": self.recipe.to_json(),
+            "recipe": self.birth.recipe.to_json(),
             "digest": self.init["digest"],
             "versions": self.init["versions"],
         }
@@ -209,22 +205,23 @@ class Run:
 
     # ---------------------------------------------------------------------------------------------- header
 
-    def show(self, params: Any, verdict: Verdict, start: int) -> None:
+    def show(self, start: int) -> None:
         """What is being run."""
-        c, r, g, data = self.config, self.recipe, self.recipe.geometry, self.data
+        c, data, r, verdict = self.config, self.data, self.birth.recipe, self.birth.verdict
+        g, params, mesh = r.geometry, self.birth.params, self.birth.mesh
         count = sum(x.size for x in jax.tree.leaves(params))
-        devices = f"{self.mesh.size} {self.mesh.devices.flat[0].platform} device{'s' if self.mesh.size > 1 else ''}"
+        devices = f"{mesh.size} {mesh.devices.flat[0].platform} device{'s' if mesh.size > 1 else ''}"
         tokens = data.held_out[0]["tokens"][:, :-1]
         facts = {
             "model": f"{g.num_layers} layers, d_model {g.d_model}, {g.num_heads} heads, {g.mlp} {g.d_ff}, "
             f"vocabulary {g.vocab_size}: {si(count)} parameters in {c.model.param_dtype}",
-            "mesh": f"{' x '.join(f'{axis} {size}' for axis, size in self.mesh.shape.items())} ({devices})",
+            "mesh": f"{' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())} ({devices})",
             "data": f"{si(len(data.text.tokens), 'B')}, {data.text.documents} documents, "
             f"sha256 {data.text.sha256[:16]}; "
             f"windows of {c.data.seq_len}: {data.num_train}, held out {data.num_held_out}",
             "scheme": f"{r.name}@{r.version} ({r.source}), {r.residual.formula}",
             "init": f"ok: {verdict.summary()}; digest {verdict.digest}",
-            "stream": self.screen.stream(step.stream_variance(self.model, params, tokens)),
+            "stream": self.screen.stream(step.stream_variance(self.birth.model, params, tokens)),
             "run": f"{self.folder}" + (f", resumed after step {start}" if start else ""),
         }
         self.screen.header(

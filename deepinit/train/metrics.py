@@ -30,13 +30,13 @@ class Metrics:
 
     def __init__(self, folder: Path, after: int = 0, tensorboard: bool = False):
         """Rows after the step `after`, written by a run that did not come as far as a checkpoint, are dropped."""
+        self.board = board(folder, after) if tensorboard else None
         path = folder / "metrics.jsonl"
         rows = [row for row in read(path) if row["step"] <= after]
         new = path.with_suffix(".tmp")
         new.write_text("".join(_line(row) for row in rows))
         os.replace(new, path)
         self.file = path.open("a", buffering=1)
-        self.board = board(folder, after) if tensorboard else None
 
     def write(self, row: Mapping[str, Any]) -> None:
         """One row; it has a `step`."""

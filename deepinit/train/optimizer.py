@@ -16,7 +16,7 @@ import optax
 from deepinit import roles
 from deepinit.errors import ConfigError
 from deepinit.geometry import EMBEDDINGS, VECTORS, Role
-from deepinit.recipe import Recipe, Update
+from deepinit.recipe import Recipe
 from deepinit.train.config import Config, OptimizerConfig
 
 Schedule = Callable[[Any], jax.Array]
@@ -86,7 +86,7 @@ def groups(params: Any, recipe: Recipe, config: OptimizerConfig, role_of: RoleOf
         role = role_of(path)
         if role is None:
             raise ConfigError(f"parameter {'/'.join(roles.names(path))} has no role: the optimizer cannot place it")
-        update = recipe.updates.get(role, Update())
+        update = recipe.update_at(roles.locate(path).canonical, role)
         return Group(update.lr, update.weight_decay if decays(role, config) else 0.0, update.eps)
 
     tree = jax.tree.map_with_path(group, roles.unboxed(params))
