@@ -119,7 +119,7 @@ def of_role(recipe: Recipe, role: str, layer: Any = None, sampler_name: str = "p
     """The closure of one role of a recipe; refuses a shape that cannot hold the role's matrix."""
     role = Role.of(role)
     if role not in recipe.weights:
-        raise unknown(f"scheme {recipe.name}: role", role, recipe.weights)
+        raise unknown(f"scheme {recipe.name}: role", str(role), recipe.weights)
     law = recipe.weights[role]
     if isinstance(law, laws.External):
         raise ConfigError(f"scheme {recipe.name}: {role} is yours to give: pass initializer=(role, layer) -> closure")
@@ -286,4 +286,9 @@ def residual_scaled(inner: Closure, num_residuals: int) -> Closure:
     if num_residuals < 1:
         raise ConfigError(f"residual_scaled: {num_residuals} residual additions; 2L in a sequential block")
     factor = np.float32(1 / math.sqrt(num_residuals))
-    return closure(lambda key, shape: inner(key, shape, np.float32) * factor)
+
+    def draw(key: Any, shape: tuple[int, ...]) -> jax.Array:
+        # the barrier keeps XLA from merging two factors into one, whose product rounds differently
+        return jax.lax.optimization_barrier(inner(key, shape, np.float32)) * factor
+
+    return closure(draw)

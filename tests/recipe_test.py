@@ -131,7 +131,9 @@ def test_a_std_is_a_positive_number(std):
 def test_one_number_a_layer(place):
     bad = tuple(1.0 for _ in range(LAYERS + 1))
     with_bad = (
-        {"weights": MATRICES | {"attn_q": Normal(bad)}} if place == "weights" else {"residual": Residual(**{place: bad})}
+        {"weights": MATRICES | {"attn_q": Normal(bad)}}
+        if place == "weights"
+        else {"residual": Residual(**{place: bad})}
     )
     assert refused(complete, **with_bad).endswith(f"has {LAYERS + 1} entries, the model {LAYERS} layers")
     for count in (LAYERS, SMALL.num_residuals):
