@@ -99,5 +99,12 @@ def compare(folder: Path, config: Config, recipe: Recipe, init: Record) -> list[
         causes = [d for d in changed if d[0].split(".")[0] in ("model", "scheme") or d[0] == "train.seed"]
         others = [("init.digest", old_init["digest"], init["digest"])]
         name, old, new = (causes or wrong or others)[0]
-        raise ConfigError(f"{folder} began otherwise: {name} {old} there, {new} here; give another train.run_dir")
-    return [f"{name} {old} -> {new}" for name, old, new in changed]
+        raise ConfigError(
+            f"{folder} began otherwise: {name} {show(old)} there, {show(new)} here; give another train.run_dir"
+        )
+    return [f"{name} {show(old)} -> {show(new)}" for name, old, new in changed]
+
+
+def show(value: Any) -> str:
+    """A setting in a line; None is one that is not there."""
+    return "unset" if value is None else f"{value}"
