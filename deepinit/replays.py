@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from deepinit import laws, sampler
 from deepinit.errors import ConfigError
-from deepinit.geometry import Role
+from deepinit.geometry import EXPERTS, LAYER_MATRICES, VECTORS, Role
 from deepinit.recipe import Recipe
 
 
@@ -21,17 +22,26 @@ def replay(
     two. A leaf stored in another dtype holds these values cast to it.
 
     Raises:
-      ConfigError: a law that is not replayed (orthogonal, external), or a missing layer.
+      ConfigError: a law that is not replayed (orthogonal, external), a layer that is missing or not there, an index
+        beyond the leaf.
     """
     role = Role.of(role)
-    law = recipe.weights[role]
-    index = np.asarray(index, np.uint64)
-    if law.layered:
+    law, g = recipe.weights[role], recipe.geometry
+    index = np.asarray(index)
+    if law.layered or role in LAYER_MATRICES:
         if layer is None:
-            raise ConfigError(f"replay: {role} has one law per layer; say which layer")
+            raise ConfigError(f"replay: {role} stands in every layer; say which layer")
+        if not 0 <= layer < g.num_layers:
+            raise ConfigError(f"replay: layer {layer}: the layers are 0 to {g.num_layers - 1}")
         law = law.at(layer)
     if isinstance(law, laws.Constant):
         return np.full(index.shape, law.value, np.float32)
+    if role in VECTORS:
+        raise ConfigError(f"replay: {role} is the role of several leaves; only matrices and constants are replayed")
+    size = math.prod(g.matrix(role)) * (g.num_experts if role in EXPERTS and role is not Role.ROUTER else 1)
+    if index.size and not (0 <= index.min() and index.max() < size):
+        raise ConfigError(f"replay: index {index.min()} to {index.max()}: {role} has {size} entries, 0 to {size - 1}")
+    index = index.astype(np.uint64)
     key = sampler.slot_words(seed, f"{stack}/{role}" if stack else role)
     if layer is not None:
         key = sampler.fold(key, np.uint32(layer))
