@@ -39,7 +39,7 @@ def replay(
     if role in VECTORS:
         raise ConfigError(f"replay: {role} is the role of several leaves; only matrices and constants are replayed")
     size = math.prod(g.matrix(role)) * (g.num_experts if role in EXPERTS and role is not Role.ROUTER else 1)
-    if index.size and not (0 <= index.min() and index.max() < size):
+    if index.size and not (index.min() >= 0 and index.max() < size):
         raise ConfigError(f"replay: index {index.min()} to {index.max()}: {role} has {size} entries, 0 to {size - 1}")
     index = index.astype(np.uint64)
     key = sampler.slot_words(seed, f"{stack}/{role}" if stack else role)
