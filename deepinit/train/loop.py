@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import Any
 
@@ -40,12 +41,13 @@ def train(config: Config) -> int:
     birth = born(config)
     screen = Screen(config.last_step, recipe.geometry.flops_per_token(config.data.seq_len))
     with screen, jax.set_mesh(birth.mesh):
+        run = Run(config, birth, data, screen)
         try:
-            return Run(config, birth, data, screen).go()
+            return run.go()
         except CheckpointError as e:
-            screen.stop()
-            screen.say(str(e))
-            return 1
+            return run.end(1, str(e))
+        except KeyboardInterrupt:
+            return run.end(128 + signal.SIGINT, "interrupted at once; what was saved before is kept")
 
 
 class Run:
@@ -67,9 +69,7 @@ class Run:
         # ---- stop here if a leaf is wrong
         if not birth.verdict.ok:
             folder.write(self.folder, config, birth.recipe, self.init)
-            screen.say(birth.verdict.table())
-            screen.say(f"run: {self.folder}")
-            return 1
+            return self.end(1, birth.verdict.table())
 
         # ---- restore, if there is a checkpoint
         self.checkpoints = Checkpoints(self.folder / "checkpoints", t.keep_checkpoints)
@@ -77,8 +77,8 @@ class Run:
         changed = folder.compare(self.folder, config, birth.recipe, self.init) if start else []
         folder.write(self.folder, config, birth.recipe, self.init)
         if start >= config.last_step:
-            screen.say(f"{self.folder} is finished: step {start} of {config.last_step}, nothing to do")
-            return self.end(0)
+            self.checkpoints.close()
+            return self.end(0, f"{self.folder} is finished: step {start} of {config.last_step}, nothing to do")
         self.show(start)
         for change in changed:
             screen.say(f"changed since the last start: {change}")
@@ -133,10 +133,10 @@ class Run:
                 if saving and (last or not bad):
                     self.checkpoints.save(done, state, self.meta(done))
                 if interrupted:
-                    screen.stop()
-                    screen.say(f"interrupted, saved after step {done}; to resume: {self.resume}")
-                    return self.end(128 + interrupted[0])
+                    self.checkpoints.close()
+                    return self.end(128 + interrupted[0], f"saved after step {done}; to resume: {self.resume}")
                 self.clock = time.perf_counter()
+        self.checkpoints.close()
         return self.end(0)
 
     def batch(self, number: int) -> dict[str, jax.Array]:
@@ -192,14 +192,14 @@ class Run:
         """Give up after too many bad steps, the last good checkpoint kept."""
         kept = self.checkpoints.latest
         where = f"the checkpoint of step {kept} is kept" if kept else "there is no checkpoint yet"
-        self.screen.stop()
-        self.screen.say(f"stopped after step {done}: {bad} steps in a row were not finite; {where}")
-        return self.end(1)
-
-    def end(self, status: int) -> int:
-        """Wait for the checkpoints; the last line."""
         self.checkpoints.close()
+        return self.end(1, f"stopped after step {done}: {bad} steps in a row were not finite; {where}")
+
+    def end(self, status: int, why: str = "") -> int:
+        """Say why, and the run's folder in the last line; the exit status."""
         self.screen.stop()
+        if why:
+            self.screen.say(why)
         self.screen.say(f"run: {self.folder}")
         return status
 

@@ -186,11 +186,13 @@ def test_a_new_folder_for_every_run(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------- real processes
 
 
-def start(config, folder):
+MAIN = "import sys; from deepinit.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def start(config, folder, code=MAIN):
     """A run in a process of its own."""
     path = folder.with_suffix(".yaml")
     path.write_text(config.to_yaml())
-    code = "import sys; from deepinit.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "train", "--config", str(path)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -204,6 +206,19 @@ def wait_for(process, folder, done):
         time.sleep(0.005)
     out, err = process.communicate()
     raise AssertionError(f"no step {done}: {out}\n{err[-2000:]}")
+
+
+def test_a_save_that_fails_in_the_background_stops_the_run(home):
+    """A file may not grow beyond 64 kB, as on a full disk: heard of at a later step, not at the end."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY)); "
+    flags = "--model.d-model 64 --train.steps 10000 --train.checkpoint-every 10 --train.eval-every 0"
+    process = start(config_of(home, "full", flags), home / "full", limit + MAIN)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 1, err
+    why, last = out.splitlines()[-2:]
+    assert why.startswith(f"checkpoint in {home / 'full' / 'checkpoints'} could not be written")
+    assert last == f"run: {home / 'full'}"
+    assert metrics.read(home / "full" / "metrics.jsonl")[-1]["step"] < 10000
 
 
 # cases B52 and B69
