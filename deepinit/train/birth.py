@@ -28,12 +28,13 @@ class Birth:
     verdict: Verdict
 
 
-def born(config: Config) -> Birth:
-    """Build, initialize on the mesh, verify."""
+def born(config: Config, replay: str | None = "sample") -> Birth:
+    """Build, initialize on the mesh, verify; `replay` says how many weights are drawn again (`deepinit.verify`)."""
     recipe = config.recipe()
     model = Decoder.from_recipe(recipe, **config.model_options())
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     with jax.set_mesh(mesh):
         params = init_sharded(model, recipe, mesh, config.train.seed)
-        verdict = inspect(params, recipe)
+        portable = config.scheme.sampler == "portable"  # stock draws cannot be drawn again one by one
+        verdict = inspect(params, recipe, seed=config.train.seed if portable else None, replay=replay)
     return Birth(recipe, model, mesh, params, verdict)
