@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -17,7 +18,7 @@ from deepinit import layout
 from deepinit.errors import ConfigError
 from deepinit.geometry import Geometry
 from deepinit.recipe import FrozenMap, Recipe
-from deepinit.train import loader
+from deepinit.train import data, loader, metrics
 
 Dtype = Literal["float32", "bfloat16"]
 BITS = {"float32": 32, "bfloat16": 16}
@@ -297,6 +298,11 @@ class Config:
             )
         if len(t.profile) not in (0, 2) or tuple(sorted(t.profile)) != t.profile:
             raise ConfigError(f"train.profile: {list(t.profile)} is not a first and a last step")
+        if t.run_dir and Path(t.run_dir).exists() and not Path(t.run_dir).is_dir():
+            raise ConfigError(f"train.run_dir: {t.run_dir!r} is a file, not a folder")
+        if t.tensorboard:
+            metrics.require_tensorboard()
+        data.find(self.data.files)
         recipe = self.recipe()
         if recipe.name == "external":
             raise ConfigError("scheme.name: 'external' leaves the weights to a Python caller; a run needs a scheme")

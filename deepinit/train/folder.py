@@ -26,21 +26,32 @@ BOOKKEEPING = ("train.stop_at", "train.run_dir")
 def of(config: Config) -> Path:
     """The folder that the config names, or a new runs/SCHEME-TIME."""
     if config.train.run_dir:
-        return Path(config.train.run_dir)
+        folder = Path(config.train.run_dir)
+        make(folder, exist_ok=True)
+        return folder
     name = f"{config.scheme.name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     again = 0
     while True:  # two runs of one second get two folders
         folder = Path("runs") / (f"{name}-{again}" if again else name)
         try:
-            folder.mkdir(parents=True)
+            make(folder, exist_ok=False)
             return folder
         except FileExistsError:
             again += 1
 
 
+def make(folder: Path, *, exist_ok: bool) -> None:
+    """Make the folder, or say in one line why not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        raise
+    except OSError as e:
+        raise ConfigError(f"train.run_dir: {folder} cannot be made: {e.strerror}") from None
+
+
 def write(folder: Path, config: Config, recipe: Recipe, init: Record) -> None:
     """The three files."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     (folder / "recipe.json").write_text(json.dumps(recipe.to_json(), indent=1) + "\n")
     (folder / "init.json").write_text(json.dumps(init, indent=1) + "\n")

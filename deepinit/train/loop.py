@@ -15,7 +15,7 @@ from deepinit.train.birth import Birth, born
 from deepinit.train.checkpoint import CheckpointError, Checkpoints
 from deepinit.train.config import Config
 from deepinit.train.data import Data
-from deepinit.train.metrics import Metrics, Row, require_tensorboard
+from deepinit.train.metrics import Metrics, Row
 from deepinit.train.screen import Screen, si
 from deepinit.train.watch import Profile, cache_compilations, interruptible
 
@@ -27,8 +27,6 @@ def train(config: Config) -> int:
       ConfigError: what cannot work, in one line.
     """
     recipe = config.check()
-    if config.train.tensorboard:
-        require_tensorboard()
     if config.train.compilation_cache:
         cache_compilations(config.train.compilation_cache)
     part = config.train.batch_size // config.train.accumulate
@@ -87,6 +85,8 @@ class Run:
         if start:
             state, meta = self.checkpoints.restore(start, state)
             self.tokens = meta["tokens"]
+            if meta["data"] != self.data.text.sha256:
+                screen.say(f"changed since the last start: the text, sha256 {meta['data'][:16]} there")
 
         # ---- loop
         self.metrics = Metrics(self.folder, start, t.tensorboard)
@@ -177,6 +177,7 @@ class Run:
             "config": self.config.to_dict(),
             "recipe": self.birth.recipe.to_json(),
             "digest": self.init["digest"],
+            "data": self.data.text.sha256,
             "versions": self.init["versions"],
         }
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,14 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(finite) + "\n"
 
 
-def require_tensorboard() -> Any:
-    """The writer's class, from the extra."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise ConfigError("train.tensorboard: true needs the extra: pip install 'deepinit[tensorboard]'") from None
-    return SummaryWriter
+def require_tensorboard() -> None:
+    """Refuse to promise a board that cannot be written."""
+    if find_spec("tensorboardX") is None:
+        raise ConfigError("train.tensorboard: true needs the extra: pip install 'deepinit[tensorboard]'")
 
 
 def board(folder: Path, after: int) -> Any:
     """A TensorBoard writer whose events after a step count no more."""
-    return require_tensorboard()(str(folder / "tensorboard"), purge_step=after + 1 if after else None)
+    from tensorboardX import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1 if after else None)

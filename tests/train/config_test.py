@@ -222,6 +222,8 @@ def test_missing_and_unreadable_files(tmp_path):
         ("--data.eval-fraction 0.9", ["data.eval_fraction: 0.9", "0.5"]),
         ("--train.profile [5,2]", ["train.profile"]),
         ("--train.profile 5", ["train.profile"]),
+        ("--data.files nowhere.txt", ["data.files", "'nowhere.txt'"]),
+        ("--train.run-dir pyproject.toml", ["train.run_dir", "'pyproject.toml'", "file"]),
     ],
 )
 def test_check_refuses(flags, parts):

@@ -111,7 +111,7 @@ def test_files_in_the_order_given(tmp_path):
 
 @pytest.mark.parametrize(
     ("files", "shown"),
-    [(("nowhere.txt",), "'nowhere.txt' cannot be read"), (("no*.txt",), "no file matches 'no[*].txt'")],
+    [(("nowhere.txt",), "there is no file 'nowhere.txt'"), (("no*.txt",), "there is no file 'no[*].txt'")],
 )
 def test_missing_files(files, shown):
     with pytest.raises(ConfigError, match=f"data.files: {shown}"):

@@ -226,6 +226,7 @@ def test_a_save_that_fails_in_the_background_stops_the_run(home):
 def test_killed_interrupted_and_resumed_is_uninterrupted(home):
     # Steps of tens of milliseconds, so that the run is there to be killed.
     flags = "--model.d-model 64 --data.seq-len 64 --train.batch-size 32 --train.checkpoint-every 5 --train.eval-every 0"
+    flags += f" --train.compilation-cache {home / 'cache'}"
     whole = start(config_of(home, "whole", flags), home / "whole")
     out, err = whole.communicate(timeout=300)
     assert whole.returncode == 0, err
@@ -250,3 +251,4 @@ def test_killed_interrupted_and_resumed_is_uninterrupted(home):
     assert resumed.returncode == 0, err
     assert "resumed after step" in out
     assert numbers(folder) == numbers(home / "whole")
+    assert any((home / "cache").iterdir())

@@ -7,6 +7,7 @@ import pytest
 
 from deepinit.errors import ConfigError
 from deepinit.train import metrics
+from deepinit.train.config import Config
 from deepinit.train.metrics import Metrics
 
 
@@ -47,7 +48,9 @@ def test_tensorboard(tmp_path):
     assert b"loss" in events.read_bytes()
 
 
-def test_tensorboard_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+def test_tensorboard_missing(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "tensorboardX", raising=False)
+    config = Config().replace(train__tensorboard=True)
     with pytest.raises(ConfigError, match=r"pip install 'deepinit\[tensorboard\]'"):
-        Metrics(tmp_path, tensorboard=True)
+        config.check()
