@@ -260,14 +260,35 @@ class Config:
 
     def check(self) -> Recipe:
         """Refuse everything that can be refused before jax is imported; the recipe, since it is made on the way."""
+        self.check_ranges()
+        self.check_model()
+        self.check_run()
+        recipe = self.recipe()
+        if recipe.name == "external":
+            raise ConfigError("scheme.name: 'external' leaves the weights to a Python caller; a run needs a scheme")
+        for option, wanted in recipe.requires.items():
+            values = accepted(wanted)
+            needs = f"scheme {recipe.name} needs model.{option} {' or '.join(_yaml(v) for v in values)}"
+            if not hasattr(self.model, option):
+                raise ConfigError(f"{needs}, which the decoder does not offer")
+            if (given := getattr(self.model, option)) not in values:
+                raise ConfigError(f"model.{option}: {_yaml(given)}, but {needs}")
+        t, mesh = self.train, dataclasses.asdict(self.mesh)
+        layout.check_divisible(recipe.geometry, mesh, t.batch_size, self.vocab_padded, t.accumulate)
+        return recipe
+
+    def check_ranges(self) -> None:
+        """Refuse numbers outside RANGES."""
         for section, key, low, high in RANGES:
             value = getattr(getattr(self, section), key)
             for v in value if isinstance(value, tuple) else (value,):
                 if not low <= v <= high:
                     bounds = f"at least {low}" if high == INF else f"between {low} and {high}"
                     raise ConfigError(f"{section}.{key}: {v} is out of range; {bounds}")
-        m, o, t = self.model, self.optimizer, self.train
-        g = self.geometry()
+
+    def check_model(self) -> None:
+        """Refuse sizes and options that the decoder cannot have."""
+        m, g = self.model, self.geometry()
         if m.stack != "single":
             raise ConfigError(f"model.stack: {m.stack!r} can be explained, not trained; to train, 'single'")
         if m.positions == "rope" and g.head_dim % 2:
@@ -281,15 +302,18 @@ class Config:
                 f"model.param_dtype: {m.param_dtype} is narrower than model.dtype {m.dtype}; "
                 f"param_dtype {m.dtype}, or dtype {m.param_dtype} too"
             )
+
+    def check_run(self) -> None:
+        """Refuse steps, batches and places that do not fit together."""
+        o, t = self.optimizer, self.train
         if t.stop_at > t.steps:
             raise ConfigError(f"train.stop_at: {t.stop_at} is after the last of train.steps {t.steps}")
         if o.warmup_steps > t.steps:
             raise ConfigError(f"optimizer.warmup_steps: {o.warmup_steps} is over train.steps {t.steps}")
         if o.schedule == "wsd" and o.warmup_steps + self.decay_steps > t.steps:
-            room = t.steps - o.warmup_steps
             raise ConfigError(
                 f"optimizer.decay_steps: {self.decay_steps} and warmup_steps {o.warmup_steps} "
-                f"are over train.steps {t.steps}; nearest: {room}"
+                f"are over train.steps {t.steps}; nearest: {t.steps - o.warmup_steps}"
             )
         if t.batch_size % t.accumulate:
             raise ConfigError(
@@ -303,18 +327,6 @@ class Config:
         if t.tensorboard:
             metrics.require_tensorboard()
         data.find(self.data.files)
-        recipe = self.recipe()
-        if recipe.name == "external":
-            raise ConfigError("scheme.name: 'external' leaves the weights to a Python caller; a run needs a scheme")
-        for option, wanted in recipe.requires.items():
-            values = accepted(wanted)
-            needs = f"scheme {recipe.name} needs model.{option} {' or '.join(_yaml(v) for v in values)}"
-            if not hasattr(m, option):
-                raise ConfigError(f"{needs}, which the decoder does not offer")
-            if getattr(m, option) not in values:
-                raise ConfigError(f"model.{option}: {_yaml(getattr(m, option))}, but {needs}")
-        layout.check_divisible(g, dataclasses.asdict(self.mesh), t.batch_size, self.vocab_padded, t.accumulate)
-        return recipe
 
 
 INF = float("inf")
