@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 import deepinit
 from deepinit import laws
 from deepinit.errors import ConfigError
-from deepinit.geometry import MLP_KINDS, STACKS, Geometry
+from deepinit.geometry import MLP_KINDS, STACKS, VECTORS, Geometry, Role
 from deepinit.nn import Decoder
 from deepinit.recipe import Recipe
+from deepinit.roles import role_of, unboxed
+from deepinit.sharded_init import abstract_params
 
 # Grouped-query heads, and no two sizes equal.
 SMALL = Geometry(num_layers=3, d_model=64, num_heads=8, num_kv_heads=4, d_ff=160, vocab_size=100, max_seq_len=32)
@@ -39,6 +41,14 @@ def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 def recipe_of(name: str, geometry: Geometry = SMALL, norm: str | None = None, **args: Any) -> Recipe:
     """A scheme at a geometry."""
     return deepinit.recipe(name, geometry, norm=norm, **args)
+
+
+def own_recipe(geometry: Geometry = SMALL, weights: Any = None, **parts: Any) -> Recipe:
+    """A recipe that nobody registered: N(0, 0.02^2) for every matrix, save the laws given by role."""
+    if weights is None:
+        weights = {r: laws.Normal(0.02) for r in geometry.roles if r not in VECTORS}
+    own = {role: parts.pop(role) for role in list(parts) if role in geometry.roles}
+    return Recipe({**weights, **own}, **parts).completed(name="own", geometry=geometry, source="here")
 
 
 @functools.cache
@@ -84,6 +94,17 @@ def stats_of(model: Decoder) -> Callable[..., Any]:
 def tokens(batch: int = 2, time: int = 16, vocab: int = SMALL.vocab_size, seed: int = 0) -> jax.Array:
     """Random tokens (batch, time)."""
     return jnp.asarray(np.random.default_rng(seed).integers(0, vocab, (batch, time)), jnp.int32)
+
+
+def noise(model: Decoder, size: float = 0.1, seed: int = 0) -> Any:
+    """A tree of the model's shapes in which no value is special: noise, around 1 for gains and gates."""
+    rng = np.random.default_rng(seed)
+    factors = (Role.NORM_SCALE, Role.RESIDUAL_GATE, Role.BRANCH_SCALE)
+
+    def fill(path: Any, x: Any) -> jax.Array:
+        return jnp.asarray((role_of(path) in factors) + size * rng.standard_normal(x.shape), x.dtype)
+
+    return jax.tree.map_with_path(fill, unboxed(abstract_params(model)))
 
 
 def flat(tree: Any) -> dict[str, np.ndarray]:
@@ -156,6 +177,6 @@ def distributions() -> st.SearchStrategy[laws.Distribution]:
         st.builds(laws.Constant, numbers(st.floats(-10, 10, allow_subnormal=False)), text),
         st.builds(laws.Orthogonal, numbers(), st.integers(1, 4096), text),
         st.builds(laws.Sign, numbers(), text),
-        st.builds(laws.Factor, positive, st.floats(-1, 1), positive, st.just("attn_k"), text),
+        st.builds(laws.Factor, positive, st.floats(-1, 1), positive, st.just("attn_k"), st.just("left"), text),
         st.builds(laws.External),
     )

@@ -14,15 +14,10 @@ import deepinit
 from deepinit.geometry import VECTORS, Role
 from deepinit.laws import Constant, Normal, TruncatedNormal
 from deepinit.recipe import FrozenMap, Gate, Laws, Recipe, Residual, Update
-from tests.models import SMALL, distributions, geometries, recipe_of, refused
+from tests.models import SMALL, distributions, geometries, own_recipe, recipe_of, refused
 
 MATRICES = {r: Normal(0.02) for r in SMALL.roles if r not in VECTORS}
 LAYERS = SMALL.num_layers
-
-
-def complete(weights=MATRICES, geometry=SMALL, **parts):
-    """A recipe of a scheme that nobody registered."""
-    return Recipe(weights, **parts).completed(name="own", geometry=geometry, source="here")
 
 
 # --- FrozenMap ---------------------------------------------------------------------------------------------------
@@ -66,7 +61,7 @@ def test_laws_find_a_leaf_by_its_own_name():
         (Residual("sandwich", branch=0.5), "x <- x + 0.5 N(F(N(x)))"),
         (Residual("reordered"), "x <- x + N(F(x))"),
         (Residual("pre", scale_in=(1.0, 0.5)), "x <- x + F(1..0.5 N(x))"),
-        (Residual("sub", x0_gate=Gate(0.0), skip_gate=Gate(1.0)), "x <- w x + u x0 + F(N(x)), w = 1, u = 0 at first"),
+        (Residual("post", skip_gate=Gate(1.0)), "x <- N(w x + F(x)), w = 1 at first"),
     ],
 )
 def test_formula(rule, formula):
@@ -81,7 +76,7 @@ def test_unknown_norm_names_the_nearest():
 
 
 def test_every_role_has_a_law_and_an_update():
-    r = complete(updates={"attn_q": Update(lr=0.5), "final_norm/norm_scale": Update(lr=2.0)})
+    r = own_recipe(updates={"attn_q": Update(lr=0.5), "final_norm/norm_scale": Update(lr=2.0)})
     assert tuple(r.weights) == tuple(map(str, SMALL.roles))
     assert r.weights["norm_scale"] == Constant(1.0)
     # case B07: a bias starts at exactly zero
@@ -93,38 +88,40 @@ def test_every_role_has_a_law_and_an_update():
 
 
 def test_a_gate_sets_the_law_of_its_role():
-    r = complete(residual=Residual(gate=Gate(0.25, "channel")))
+    r = own_recipe(residual=Residual(gate=Gate(0.25, "channel")))
     assert r.weights["residual_gate"] == Constant(0.25)
-    r = complete(residual=Residual(gate=Gate(0.25, role=Role.BRANCH_SCALE)))
+    r = own_recipe(residual=Residual(gate=Gate(0.25, role=Role.BRANCH_SCALE)))
     assert r.weights["branch_scale"] == Constant(0.25)
     assert r.weights["residual_gate"] == Constant(1.0)
 
 
 def test_a_missing_law_is_refused():
     weights = {k: v for k, v in MATRICES.items() if k != "attn_out"}
-    assert refused(complete, weights) == "scheme own: no law for attn_out"
-    assert "did you mean 'attn_out'" in refused(complete, {**weights, "attn_outt": Normal(1.0)})
+    assert refused(own_recipe, SMALL, weights) == "scheme own: no law for attn_out"
+    assert "did you mean 'attn_out'" in refused(own_recipe, SMALL, {**weights, "attn_outt": Normal(1.0)})
 
 
 @pytest.mark.parametrize("role", [("attn_v", "attn_out"), ("mlp_up", "mlp_down")])
 def test_two_exact_zeros_in_a_branch_never_learn(role):
     zero = {r: Constant(0.0) for r in role}
-    message = refused(complete, MATRICES | zero)
+    message = refused(own_recipe, SMALL, MATRICES | zero)
     assert message.startswith(f"scheme own: {role[0]} and {role[1]} are both exactly zero in one branch")
-    assert complete(MATRICES | {role[1]: Constant(0.0)}).weights[role[1]] == Constant(0.0)
+    assert own_recipe(SMALL, MATRICES | {role[1]: Constant(0.0)}).weights[role[1]] == Constant(0.0)
 
 
 @pytest.mark.parametrize("share", ["layer", "sublayer"])
 def test_a_zero_gate_and_a_zero_matrix_never_learn(share):
     rule = Residual("none", gate=Gate(0.0, share=share))
-    message = refused(complete, MATRICES | {"mlp_down": Constant(0.0)}, residual=rule)
+    message = refused(own_recipe, SMALL, MATRICES | {"mlp_down": Constant(0.0)}, residual=rule)
     assert "mlp_down and residual_gate are both exactly zero" in message
-    assert complete(MATRICES | {"mlp_down": Constant(0.0)}, residual=rule.replace(gate=Gate(0.1))).residual.gate
+    assert own_recipe(
+        SMALL, MATRICES | {"mlp_down": Constant(0.0)}, residual=rule.replace(gate=Gate(0.1))
+    ).residual.gate
 
 
 @pytest.mark.parametrize("std", [0.0, -0.02, math.nan, math.inf, (0.02, 0.0, 0.02)])
 def test_a_std_is_a_positive_number(std):
-    assert "scheme own: attn_q has std" in refused(complete, MATRICES | {"attn_q": Normal(std)})
+    assert "scheme own: attn_q has std" in refused(own_recipe, SMALL, MATRICES | {"attn_q": Normal(std)})
 
 
 @pytest.mark.parametrize("place", ["weights", "skip", "branch", "scale_in"])
@@ -135,25 +132,25 @@ def test_one_number_a_layer(place):
         if place == "weights"
         else {"residual": Residual(**{place: bad})}
     )
-    assert refused(complete, **with_bad).endswith(f"has {LAYERS + 1} entries, the model {LAYERS} layers")
+    assert refused(own_recipe, **with_bad).endswith(f"has {LAYERS + 1} entries, the model {LAYERS} layers")
     for count in (LAYERS, SMALL.num_residuals):
         good = tuple(1.0 for _ in range(count))
         if place != "weights":
-            assert complete(residual=Residual(**{place: good}))
+            assert own_recipe(residual=Residual(**{place: good}))
 
 
 def test_scale_in_needs_a_norm():
-    assert "there is no norm" in refused(complete, residual=Residual("none", scale_in=0.5))
+    assert "there is no norm" in refused(own_recipe, residual=Residual("none", scale_in=0.5))
 
 
 def test_required_sizes():
     r = {"tied_embeddings": False, "mlp": ("relu", "gelu")}
-    assert refused(complete, requires=r) == "scheme own needs model.mlp 'relu' or 'gelu'; got 'swiglu'"
-    assert complete(geometry=SMALL.replace(mlp="relu"), requires=r).requires["mlp"] == ("relu", "gelu")
+    assert refused(own_recipe, requires=r) == "scheme own needs model.mlp 'relu' or 'gelu'; got 'swiglu'"
+    assert own_recipe(geometry=SMALL.replace(mlp="relu"), requires=r).requires["mlp"] == ("relu", "gelu")
 
 
 def test_the_longest_end_of_a_path_wins():
-    r = complete(
+    r = own_recipe(
         leaves={"norm_scale": Constant(0.5), "post_norm/norm_scale": Constant(0.25)},
         updates={"final_norm/norm_scale": Update(lr=3.0)},
     )
@@ -195,8 +192,13 @@ constants = st.floats(0.1, 4) | st.lists(st.floats(0.1, 4), min_size=LAYERS, max
 )
 def test_json_round_trip(laws, residual, multipliers, updates, requires):
     try:
-        r = complete(
-            dict(zip(MATRICES, laws)), residual=residual, multipliers=multipliers, updates=updates, requires=requires
+        r = own_recipe(
+            SMALL,
+            dict(zip(MATRICES, laws)),
+            residual=residual,
+            multipliers=multipliers,
+            updates=updates,
+            requires=requires,
         )
     except deepinit.ConfigError:  # two exact zeros in one branch
         reject()

@@ -32,6 +32,8 @@ class Attention(Part):
         if self.positions == "rope":
             at_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
             q, k = rotary(q, at_BT, self.rope_theta), rotary(k, at_BT, self.rope_theta)
+        if q.dtype == jnp.float16 and jax.default_backend() != "gpu":  # no float16 product with float32 sums there
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         with jax.numpy_dtype_promotion("standard"):  # jax's own code mixes bfloat16 with float32
             out = jax.nn.dot_product_attention(
                 q,
@@ -41,7 +43,7 @@ class Attention(Part):
                 is_causal=True,
                 scale=self.multipliers.get("attention", g.head_dim**-0.5),
                 implementation=fastest(q.dtype, mask_BT),
-            )
+            ).astype(self.compute)
         if self.residual.norm == "sub":
             flat = out.reshape(*out.shape[:2], g.num_heads * g.head_dim)
             out = Norm(**self.shared(), name="inner_norm")(flat, layer).reshape(out.shape)
