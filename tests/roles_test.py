@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinit import roles
-from deepinit.geometry import VECTORS, Role
+from deepinit.geometry import EMBEDDINGS, VECTORS, Role
 from tests.models import born
 
-matrices = st.sampled_from([r for r in Role if r not in VECTORS])
+matrices = st.sampled_from([r for r in Role if r not in (*VECTORS, *EMBEDDINGS)])
 vectors = st.sampled_from(VECTORS)
 qualifiers = st.from_regex(r"[a-z]{1,5}(_[a-z]{1,5})?", fullmatch=True)
 
