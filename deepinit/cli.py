@@ -21,6 +21,19 @@ VERBS = {
     "train": "pre-train: init, verify, then steps",
 }
 
+START: dict[str, tuple[Any, Any, str]] = {
+    "cluster": (str, "auto", "who started the processes: auto, none, slurm, openmpi, gke or tpu-vm"),
+    "coordinator": (str, "", "HOST:PORT of process 0 (or DEEPINIT_COORDINATOR)"),
+    "processes": (int, 0, "how many there are (or DEEPINIT_PROCESSES); one connects to nobody"),
+    "process": (int, -1, "which one this is, from 0 (or DEEPINIT_PROCESS)"),
+    "start_timeout": (float, 300.0, "seconds in which all must have come; who did not is named"),
+    "stuck_timeout": (
+        float,
+        1800.0,
+        "seconds without a step after which a process says where it stands and ends; 0: never",
+    ),
+}
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
@@ -65,6 +78,9 @@ def run(args: list[str]) -> int:
         parser.add_argument("--config", action="append", default=[], metavar="FILE", help="read first; may be repeated")
     if verb == "explain":
         parser.add_argument("scheme", nargs="?", help="instead of the config's")
+    if verb in ("check", "train"):
+        for name, (kind, default, what) in START.items():
+            parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=what)
     if verb != "train":
         parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options, flags = parser.parse_known_args(args[1:])
@@ -131,16 +147,19 @@ def check(options: argparse.Namespace, flags: list[str]) -> int:
 
     config = load(options.config, flags)
     config.check()
-    from deepinit.train import birth, folder
+    from deepinit.train import birth, distributed, folder
 
-    born = birth.born(config)
-    if options.json:
-        emit(folder.init_record(born.verdict, config))
-    else:
-        from deepinit.report import tables
+    def work(beat: Any) -> int:
+        born = birth.born(config)
+        if distributed.first() and options.json:
+            emit(folder.init_record(born.verdict, config))
+        elif distributed.first():
+            from deepinit.report import tables
 
-        tables.verdict(tables.console(), born.verdict)
-    return 0 if born.verdict.ok else 1
+            tables.verdict(tables.console(), born.verdict)
+        return 0 if born.verdict.ok else 1
+
+    return distributed.run(placed(options), config, work)
 
 
 def train(options: argparse.Namespace, flags: list[str]) -> int:
@@ -149,6 +168,14 @@ def train(options: argparse.Namespace, flags: list[str]) -> int:
 
     config = load(options.config, flags)
     config.check()
+    from deepinit.train import distributed
     from deepinit.train.loop import train as pretrain
 
-    return pretrain(config)
+    return distributed.run(placed(options), config, lambda beat: pretrain(config, beat))
+
+
+def placed(options: argparse.Namespace) -> Any:
+    """How this process finds the others, from the verb's own flags."""
+    from deepinit.train.distributed import Start
+
+    return Start(**{name: getattr(options, name) for name in START})

@@ -6,10 +6,11 @@ padded, with weight 0. Windows do not overlap, so held-out text is never trained
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # grain imports jax, and files are looked for before that
     from deepinit.train.config import DataConfig
 
 Batch = dict[str, np.ndarray]
+Reader = Callable[[Sequence[int]], Batch]
 LARGEST_SOURCE = 150_000  # bytes; longer modules of the standard library are mostly tables
 CHUNK = 8  # neighbouring windows that are held out together
 
@@ -101,7 +103,36 @@ class Windows:
         missing = self.width - len(piece)
         weights = np.ones(self.width - 1, np.float32)
         weights[len(weights) - missing :] = 0
-        return {"tokens": np.pad(piece, (0, missing)), "weights": weights}
+        return {"tokens": np.pad(piece, (0, missing)), "weights": weights, "id": np.asarray(self.index[i], np.int64)}
+
+
+class Stream:
+    """Batches of `size` samples: `stream[step]`, or some rows of one, so that a process reads only its own.
+
+    Which samples a step gets depends on (seed, step) alone; a batch's `id`s say which they are.
+    """
+
+    def __init__(self, samples: grain.MapDataset, size: int, offset: int = 0, limit: int | None = None):
+        """`offset`: samples before step 0. `limit`: samples there are; rows beyond it have weight 0."""
+        self.samples, self.size, self.offset, self.limit = samples, size, offset, limit
+
+    def rows(self, step: int, rows: Sequence[int]) -> Batch:
+        """Some rows of the batch of a step, counted from 0."""
+        items = []
+        for row in rows:
+            i = self.offset + step * self.size + row
+            item = self.samples[i]
+            if self.limit is not None and i >= self.limit:
+                item = {**item, "weights": np.zeros_like(item["weights"])}
+            items.append(item)
+        return {name: np.stack([item[name] for item in items]) for name in items[0]}
+
+    def __getitem__(self, step: int) -> Batch:
+        return self.rows(step, range(self.size))
+
+    def after(self, samples: int, step: int) -> Stream:
+        """The stream that has given so many samples before this step, whatever its batches were then."""
+        return Stream(self.samples, self.size, samples - step * self.size, self.limit)
 
 
 @dataclass(frozen=True)
@@ -109,9 +140,9 @@ class Data:
     """Training batches by step, and the held-out ones."""
 
     text: Text
-    train: grain.MapDataset
+    train: Stream
     """`train[step]`: the batch of one optimizer step; every window once an epoch, each epoch in another order."""
-    held_out: grain.MapDataset
+    held_out: Stream
     num_train: int
     """Windows."""
     num_held_out: int
@@ -121,6 +152,11 @@ class Data:
         """The same held-out batches each time."""
         for i in range(self.num_eval_batches):
             yield self.held_out[i]
+
+    def eval_rows(self) -> Iterator[tuple[int, Reader]]:
+        """For each of them, its size and what reads some rows of it."""
+        for i in range(self.num_eval_batches):
+            yield self.held_out.size, functools.partial(self.held_out.rows, i)
 
 
 def split(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -148,9 +184,9 @@ def load(config: DataConfig, *, batch_size: int, eval_batch_size: int, eval_batc
             f"with data.eval_fraction {config.eval_fraction:g} held out; at least {need}"
         )
 
-    def batches(index: np.ndarray, seed: int, size: int, again: bool) -> grain.MapDataset:
+    def batches(index: np.ndarray, seed: int, size: int, again: bool) -> Stream:
         windows = grain.MapDataset.source(Windows(text, config.seq_len, index)).shuffle(seed)
-        return windows.repeat(reseed_each_epoch=again).batch(size)
+        return Stream(windows.repeat(reseed_each_epoch=again), size, limit=None if again else len(index))
 
     return Data(
         text=text,

@@ -54,6 +54,16 @@ class Metrics:
             self.board.close()
 
 
+class Nowhere:
+    """Takes rows on the processes that write none."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def _line(row: Mapping[str, Any]) -> str:
     # JSON knows no NaN: a number that is not finite is null.
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

@@ -126,9 +126,15 @@ def test_a_run_of_another_initialization_is_refused(straight, home, flags, shown
     assert (straight / "config.yaml").read_text() == before
 
 
-def test_another_structure_is_refused(straight, home):
-    with pytest.raises(ConfigError, match=r"has no params/layers_0/\S+, which this run needs"):
-        train(config_of(home, "straight", "--model.scan false --train.steps 30"))
+# case B76: a scanned run goes on unrolled
+def test_another_structure_goes_on(straight, home, capsys):
+    shutil.copytree(straight, home / "unrolled")
+    more = "--train.steps 22 --train.eval-every 0"
+    assert train(config_of(home, "unrolled", f"--model.scan false {more}")) == 0
+    assert "changed since the last start: model.scan True -> False" in capsys.readouterr().out
+    rows = [row for row in numbers(home / "unrolled") if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 23))
+    assert rows[-1]["loss"] == pytest.approx(rows[-3]["loss"], rel=0.1)
 
 
 def test_another_mesh_goes_on(straight, home, capsys):

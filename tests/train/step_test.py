@@ -59,6 +59,10 @@ def batch_of(seed=0, size=8, length=8, weights=None):
     return {"tokens": tokens, "weights": np.ones((size, length), np.float32) if weights is None else weights}
 
 
+def rows_of(batch):
+    return lambda rows: {name: values[list(rows)] for name, values in batch.items()}
+
+
 def host(tree):
     return jax.tree.map(lambda x: np.array(x, copy=True), tree)
 
@@ -231,7 +235,7 @@ def test_evaluation_is_the_mean_over_tokens():
     few[0, :2] = 1
     batches = [batch_of(0), batch_of(1, weights=few)]
     with jax.set_mesh(trainer.mesh):
-        got = step.evaluator(trainer.model, trainer.mesh)(trainer.state.params, batches)
+        got = step.evaluator(trainer.model, trainer.mesh)(trainer.state.params, [(8, rows_of(b)) for b in batches])
         sums = [jax.jit(lambda b: step.loss_sums(trainer.model, trainer.state.params, b))(b) for b in batches]
     loss, tokens = (sum(float(s[i]) for s in sums) for i in (0, 1))
     assert tokens == 66
