@@ -1,82 +1,157 @@
 """Checkpoints through orbax: written in the background, restored strictly, refused where they are of another run.
 
-The layout of what is restored comes from the current shardings, so a run may go on with another mesh; shapes, types and
-the initialization must be the same.
+The layout of what is restored comes from the current shardings, so a run may go on with another mesh or number of
+processes, scanned or unrolled; shapes, types and the initialization must be the same. A step counts once it is whole:
+its files have the sizes that they were written with, and its values the sums of the state that was saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import checkpoint_utils
 
-from deepinit import roles
+from deepinit import digests, roles
 from deepinit.errors import ConfigError
+from deepinit.recipe import Recipe
+from deepinit.train import distributed, transplant
 from deepinit.train.step import TrainState
+from deepinit.train.transplant import Origin, flat
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written. The message is one line."""
+    """A checkpoint could not be written, or none can be read. The message is one line."""
+
+
+class Damaged(RuntimeError):
+    """A checkpoint is not what was saved. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What came from a checkpoint."""
+
+    step: int
+    state: TrainState
+    meta: dict[str, Any]
+    origins: dict[str, Origin]
+    """Of every leaf."""
+    said: list[str]
+    """Checkpoints that were passed over, each with the reason."""
 
 
 class Checkpoints:
-    """The checkpoints of a run, by step. A step counts once it is whole: a save that was cut off leaves none."""
+    """The checkpoints of a run, by step. A save that was cut off leaves none."""
 
-    def __init__(self, folder: Path, keep: int = 2):
-        self.folder = folder
+    def __init__(self, folder: str | Path, keep: int = 2):
+        self.folder = epath.Path(folder)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep),
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,
         )
         handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-        self.manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
-        self.saving = False
+        where = self.folder if "://" in str(folder) else epath.Path(Path(folder).absolute())
+        try:
+            self.manager = ocp.CheckpointManager(where, options=options, item_handlers=handlers)
+        except OSError as e:
+            raise self._failed(e) from e
+        self.saving: int | None = None
 
     @property
     def latest(self) -> int | None:
-        """The newest whole step."""
+        """The newest step that was written to its end."""
         return self.manager.latest_step()
 
     def save(self, step: int, state: TrainState, meta: Mapping[str, Any]) -> None:
-        """Write in the background, unless the step is there already. The state may be donated once this returns."""
+        """Write in the background, unless the step is there already. The state may be donated once this returns.
+
+        Raises:
+          CheckpointError: the state is not finite (a save would replace a better one), or the disk failed.
+        """
         if step == self.latest:
             return
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(dict(meta)))
+        sums, bad = survey(state)
+        if bad:
+            raise CheckpointError(f"the state after step {step} is not finite and was not saved: {', '.join(bad[:4])}")
+        meta = {**meta, "sums": sums}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         try:
+            self.wait()
             self.manager.save(step, args=args, force=True)
-            self.saving = True
+            self.saving = step
+        except CheckpointError:
+            raise
         except Exception as e:
             raise self._failed(e) from e
 
     def check(self) -> None:
         """Raise what went wrong in the background, once the save has ended; never waits for it."""
-        if self.saving and not self.manager.is_saving_in_progress():
+        if self.saving is not None and not self.manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
         """Wait until what is being written is whole."""
-        self.saving = False
+        step, self.saving = self.saving, None
         try:
             self.manager.wait_until_finished()
+            if step is not None and distributed.first():
+                list_files(self.folder, step)
         except Exception as e:
             raise self._failed(e) from e
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def resume(self, state: TrainState) -> Restored | None:
+        """The newest step that is whole; None where there is no step at all.
+
+        A damaged step is set aside as `damaged-STEP`, and the one before it is taken.
+
+        Raises:
+          ConfigError: the step does not fit the state.
+          CheckpointError: no step is whole.
+        """
+        said: list[str] = []
+        steps = sorted(self.manager.all_steps(), reverse=True)
+        for step in steps:
+            try:
+                return Restored(step, *read(self.folder / str(step), state), said)
+            except Damaged as e:
+                said.append(str(e))
+                self.set_aside(step)
+        if steps:
+            raise CheckpointError("; ".join(said))
+        return None
 
     def restore(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The state and the meta data of a step, in the containers, types and shardings of the given state (or shapes).
 
         Raises:
-          ConfigError: a leaf is missing, left over, or of another shape or type. (Orbax would cast in silence.)
+          ConfigError: a leaf is missing, left over, or of another shape or type.
+          Damaged: it is not what was saved.
         """
-        saved = self.manager.item_metadata(step)["state"]
-        compare_leaves(dict(flat(saved.tree)), dict(flat(state)), self.folder / str(step))
-        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(target, strict=True), meta=ocp.args.JsonRestore())
-        got = self.manager.restore(step, args=args)
-        return got["state"], got["meta"]
+        got, meta, _ = read(self.folder / str(step), state)
+        return got, meta
+
+    def set_aside(self, step: int) -> None:
+        """Rename a damaged step, so that it counts no more and can still be looked at."""
+        distributed.sync(f"damaged {step}")
+        if distributed.first():
+            aside = self.folder / f"damaged-{step}"
+            if aside.exists():
+                aside.rmtree()
+            (self.folder / str(step)).rename(aside)
+        distributed.sync(f"set aside {step}")
+        self.manager.reload()
 
     def close(self) -> None:
         """Wait, and let go of the folder."""
@@ -89,25 +164,179 @@ class Checkpoints:
         return CheckpointError(f"checkpoint in {self.folder} could not be written: {type(e).__name__}: {first_line(e)}")
 
 
+# ---------------------------------------------------------------------------------------------- one checkpoint
+
+
+def locate(where: str) -> epath.Path:
+    """The folder of one checkpoint: itself, or the newest of a run's or of a folder of checkpoints.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    root = epath.Path(where)
+    for folder in (root, root / "checkpoints"):
+        if (folder / "state").exists():
+            return folder
+        steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
+        if steps:
+            return folder / str(max(steps))
+    raise ConfigError(f"train.load_from: there is no checkpoint in {where}")
+
+
+def load(where: str, state: TrainState, mode: str, paths: Sequence[str], recipe: Recipe) -> Restored:
+    """The first state of a run from another run's checkpoint. `exact` goes on at its step, the others begin at 0.
+
+    Raises:
+      ConfigError: there is no checkpoint; it does not fit; or (but for `list`) its scheme computes another function.
+      CheckpointError: it is damaged.
+    """
+    folder = locate(where)
+    try:
+        got, meta, origins = read(folder, state, mode, paths)
+    except Damaged as e:
+        raise CheckpointError(str(e)) from e
+    here = json.loads(json.dumps(recipe.to_json()))
+    for name in ("name", "residual", "multipliers") if mode != "list" else ():
+        if meta["recipe"].get(name) != here.get(name):
+            raise ConfigError(
+                f"{folder} is of another scheme: {name} {meta['recipe'].get(name)} there, {here[name]} here"
+            )
+    if mode != "exact":
+        meta = {"tokens": 0, "samples": 0, "data": meta["data"], "step": 0}
+    return Restored(meta["step"], got, meta, origins, [str(folder)])
+
+
+def read(
+    folder: epath.Path, state: TrainState, mode: str = "exact", paths: Sequence[str] = ()
+) -> tuple[TrainState, dict[str, Any], dict[str, Origin]]:
+    """A state from one checkpoint, its meta data, and the origin of every leaf.
+
+    Args:
+      folder: of one step.
+      state: gives containers, shapes, types and layouts, and the values of what is not read.
+      mode: `exact`, every leaf; `params`, the parameters alone, no byte of the optimizer's read; `list`, what `paths`
+        names.
+      paths: globs over the paths of leaves, such as `params/layers/*`.
+
+    Raises:
+      ConfigError: the state does not fit; one line with every path.
+      Damaged: the files or the values are not what was saved.
+    """
+    problem = wrong_files(folder) if distributed.first() else ""
+    if problem := distributed.from_first(problem):
+        raise Damaged(f"{folder} is damaged: {problem}")
+    try:
+        meta = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(folder / "meta")
+        tree = ocp.StandardCheckpointHandler().metadata(folder / "state").tree
+        saved = dict(flat(tree))
+    except Exception as e:
+        raise Damaged(f"{folder} is damaged: {type(e).__name__}: {first_line(e)}") from e
+    ours = dict(flat(state))
+    if mode == "params":
+        taken = {path: path.startswith("params/") for path in ours}
+    else:
+        taken = transplant.select(ours, paths) if mode == "list" else dict.fromkeys(ours, True)
+    wanted = {path: leaf for path, leaf in ours.items() if taken[path]}
+    there = {path: leaf for path, leaf in saved.items() if mode != "params" or path.startswith("params/")}
+    origins = transplant.plan(there, wanted, str(folder), partial=mode == "list")
+    needed = transplant.targets(saved, wanted, origins)
+    try:
+        got = fetch(folder / "state", tree, needed)
+    except Exception as e:
+        raise Damaged(f"{folder} is damaged: {type(e).__name__}: {first_line(e)}") from e
+    new = transplant.assemble(got, wanted, origins)
+    meta = dict(meta)
+    if sums := meta.pop("sums", None):
+        verify(new, sums, folder)
+    leaves = [new.get(path, leaf) for path, leaf in ours.items()]
+    every = {path: origins.get(path, Origin(())) for path in ours}
+    return jax.tree.unflatten(jax.tree.structure(state), leaves), meta, every
+
+
+def fetch(folder: epath.Path, tree: Any, needed: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Some leaves of a saved tree, by path; of the others no byte is read."""
+
+    def target(path: Any, _: Any) -> Any:
+        return needed.get("/".join(roles.names(path)), ocp.PLACEHOLDER)
+
+    item = jax.tree.map_with_path(target, tree)
+    args = ocp.args.PyTreeRestore(item, restore_args=checkpoint_utils.construct_restore_args(item))
+    got = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(folder, args=args)
+    return {path: leaf for path, leaf in flat(got) if path in needed}
+
+
+# ---------------------------------------------------------------------------------------------- what proves it whole
+
+
+def list_files(folder: epath.Path, step: int) -> None:
+    """Keep the names and sizes of a step's files beside it, and forget those of steps that are gone."""
+    root = folder / str(step)
+    if not root.exists():
+        return
+    sizes = {str(f.relative_to(root)): f.stat().length for f in walk(root)}
+    (folder / f"{step}.files.json").write_text(json.dumps(sizes))
+    for old in folder.glob("*.files.json"):
+        if not (folder / old.name.partition(".")[0]).exists():
+            old.unlink()
+
+
+def walk(folder: epath.Path) -> list[epath.Path]:
+    """Every file below a folder."""
+    out: list[epath.Path] = []
+    for path in sorted(folder.iterdir()):
+        out += walk(path) if path.is_dir() else [path]
+    return out
+
+
+def wrong_files(folder: epath.Path) -> str:
+    """The first file whose size is not that which was written; nothing where all are right or nobody knows."""
+    listed = folder.parent / f"{folder.name}.files.json"
+    if not listed.exists():
+        return ""
+    for name, size in json.loads(listed.read_text()).items():
+        file = folder / name
+        if not file.exists():
+            return f"{name} is missing"
+        if file.stat().length != size:
+            return f"{name} has {file.stat().length} bytes, written were {size}"
+    return ""
+
+
+def survey(state: Any) -> tuple[dict[str, dict[str, list[int]]], list[str]]:
+    """(sums of every leaf's bits by stacked path and layer, paths of leaves that are not finite), on the devices."""
+    leaves = dict(flat(state))
+    stacked = tuple(roles.locate(path).stacked for path in leaves)
+    arrays = list(leaves.values())
+    sums, finite = jax.device_get(digests.replicated(arrays, _survey(arrays, stacked)))
+    out: dict[str, dict[str, list[int]]] = {}
+    for path, rows in zip(leaves, sums):
+        name, layer = transplant.stacked_form(path)
+        for i, row in enumerate(np.asarray(rows).tolist()):
+            out.setdefault(name, {})[str(i if layer is None else layer)] = row
+    return out, [path for path, ok in zip(leaves, finite) if not ok]
+
+
+@jax.jit
+def _finite(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    return [jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.asarray(True) for x in arrays]
+
+
+def _survey(arrays: Sequence[jax.Array], stacked: tuple[bool, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
+    return digests.all_lanes(arrays, stacked), _finite(arrays)
+
+
+def verify(leaves: Mapping[str, Any], sums: Mapping[str, Any], folder: Any) -> None:
+    """Compare what was read with the sums of what was saved.
+
+    Raises:
+      Damaged: names the leaf.
+    """
+    found, _ = survey(dict(leaves))
+    for name, rows in found.items():
+        if any(row != sums[name][layer] for layer, row in rows.items()):
+            raise Damaged(f"{folder} is damaged: the values of {name} are not those that were saved")
+
+
 def first_line(e: Exception) -> str:
     """The first line of an error."""
     return str(e).strip().partition("\n")[0]
-
-
-def flat(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Leaves with their paths, the same for the state and for what orbax says of a saved one."""
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        yield "/".join(roles.names(path)), leaf
-
-
-def compare_leaves(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: Path) -> None:
-    """Refuse a checkpoint whose leaves are not those of the state, in one line."""
-    for name in [*wanted, *saved]:
-        if name not in saved:
-            raise ConfigError(f"{where}: has no {name}, which this run needs; was it made with other model options?")
-        if name not in wanted:
-            raise ConfigError(f"{where}: has {name}, which this run lacks; was it made with other model options?")
-        for what in ("shape", "dtype"):
-            old, new = getattr(saved[name], what), getattr(wanted[name], what)
-            if old != new:
-                raise ConfigError(f"{where}: {name} has {what} {old} there, {new} here")

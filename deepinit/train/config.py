@@ -71,10 +71,26 @@ class ModelConfig:
     """Biases on matrices and layer norms."""
     norm_eps: float = 1e-6
     """Added to the mean square (or variance) under a norm's root."""
+    norm_gain: bool = True
+    """Whether norms have a learnable gain."""
+    embed_norm: bool = False
+    """A norm on the embedding."""
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
     qk_norm: bool = False
     """Norms on queries and keys."""
+    v_norm: bool = False
+    """Norms on values."""
+    value_embed: bool = False
+    """Every other layer adds a row of a table of its own, by token, to its values."""
+    logit_softcap: float = 0.0
+    """Logits become cap tanh(logits / cap); 0: as they are."""
+    experts_per_token: int = 2
+    """Experts that a token goes to."""
+    balance_loss: float = 0.0
+    """Weight of the loss that evens out the load of the experts."""
+    dispatch: Literal["sorted", "dense"] = "sorted"
+    """Tokens sorted by expert into ragged products, or every token to every expert, unused results forgotten."""
     dropout: float = 0.0
     """Share of branch outputs dropped in training."""
     scan: bool = True
@@ -129,6 +145,8 @@ class DataConfig:
     """Order of the samples."""
     eval_fraction: float = 0.05
     """Share of the text held out, in pieces from all over it."""
+    log_samples: bool = False
+    """Keep the ids of every step's samples in RUN/samples, a file for each process."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +199,14 @@ class TrainConfig:
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept."""
+    checkpoint_dir: str = ""
+    """Where checkpoints go, gs:// too; empty: RUN/checkpoints."""
+    load_from: str = ""
+    """A run or a checkpoint from which a new run takes its first state; empty: none."""
+    load: Literal["exact", "params", "list"] = "exact"
+    """What it takes: all and the step; the parameters alone; or the leaves that load_paths names."""
+    load_paths: tuple[str, ...] = ()
+    """For load: list, globs over the leaves of a state, such as params/layers/*; the others stay initial."""
     log_every: int = 1
     """Steps between rows of metrics.jsonl."""
     max_bad_steps: int = 5
@@ -293,6 +319,13 @@ class Config:
             raise ConfigError(f"model.stack: {m.stack!r} can be explained, not trained; to train, 'single'")
         if m.positions == "rope" and g.head_dim % 2:
             raise ConfigError(f"model.head_dim: {g.head_dim} is odd and rope turns pairs; nearest: {g.head_dim + 1}")
+        if 0 < m.num_experts < m.experts_per_token:
+            raise ConfigError(
+                f"model.experts_per_token: {m.experts_per_token} is over model.num_experts {m.num_experts}; "
+                f"nearest: {m.num_experts}"
+            )
+        if m.num_experts and m.fused_gate_up:
+            raise ConfigError("model.fused_gate_up: true, but experts have no fused product; false, or num_experts 0")
         if self.data.seq_len > m.max_seq_len:
             raise ConfigError(f"data.seq_len: {self.data.seq_len} is over model.max_seq_len {m.max_seq_len}")
         if m.vocab_size < BYTES:
@@ -320,6 +353,10 @@ class Config:
                 f"train.batch_size: {t.batch_size} is not a multiple of train.accumulate {t.accumulate}; "
                 f"nearest: {layout.multiples(t.batch_size, t.accumulate)}"
             )
+        if bool(t.load_paths) != (t.load == "list"):
+            raise ConfigError(f"train.load_paths: {list(t.load_paths)} with train.load {t.load}; list needs paths")
+        if t.load != "exact" and not t.load_from:
+            raise ConfigError(f"train.load: {t.load} needs train.load_from, a run or a checkpoint")
         if len(t.profile) not in (0, 2) or tuple(sorted(t.profile)) != t.profile:
             raise ConfigError(f"train.profile: {list(t.profile)} is not a first and a last step")
         if t.run_dir and Path(t.run_dir).exists() and not Path(t.run_dir).is_dir():
@@ -334,6 +371,9 @@ RANGES: tuple[tuple[str, str, float, float], ...] = (
     ("model", "dropout", 0, 0.99),
     ("model", "norm_eps", 0, INF),
     ("model", "rope_theta", 1, INF),
+    ("model", "logit_softcap", 0, INF),
+    ("model", "experts_per_token", 1, INF),
+    ("model", "balance_loss", 0, INF),
     ("model", "vocab_multiple", 1, INF),
     ("data", "seq_len", 1, INF),
     ("data", "seed", 0, 2**31 - 1),

@@ -20,7 +20,7 @@ from deepinit.train.config import Config
 Record = dict[str, Any]
 LIBRARIES = ("deepinit", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 # Settings that say how far a run goes and where, not what it computes.
-BOOKKEEPING = ("train.stop_at", "train.run_dir")
+BOOKKEEPING = ("train.stop_at", "train.run_dir", "train.checkpoint_dir", "data.log_samples")
 
 
 def of(config: Config) -> Path:

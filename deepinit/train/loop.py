@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import optax
+from rich.console import Console
 
+from deepinit.train import checkpoint, distributed, folder, optimizer, step
 from deepinit.train import data as text
-from deepinit.train import folder, optimizer, step
 from deepinit.train.birth import Birth, born
-from deepinit.train.checkpoint import CheckpointError, Checkpoints
+from deepinit.train.checkpoint import CheckpointError, Checkpoints, Restored
 from deepinit.train.config import Config
-from deepinit.train.data import Data
-from deepinit.train.metrics import Metrics, Row
+from deepinit.train.data import Batch, Data
+from deepinit.train.metrics import Metrics, Nowhere, Row, Samples
 from deepinit.train.screen import Screen, si
 from deepinit.train.watch import Profile, cache_compilations, interruptible
+from deepinit.train.watchdog import RETRY, Beat
 
 
-def train(config: Config) -> int:
-    """Pre-train; the exit status: 0, 1 where the initialization or the numbers are wrong, 128 + signal if interrupted.
+def train(config: Config, beat: Beat = lambda where: None) -> int:
+    """Pre-train; the exit status: 0; 1 where the initialization, the numbers or a save are wrong; 75 after SIGTERM, all
+    being saved so that the same command goes on; 130 after Ctrl-C. `beat` is called as the run moves.
 
     Raises:
       ConfigError: what cannot work, in one line.
@@ -30,16 +36,21 @@ def train(config: Config) -> int:
     if config.train.compilation_cache:
         cache_compilations(config.train.compilation_cache)
     part = config.train.batch_size // config.train.accumulate
+    beat("reading data")
     data = text.load(
         config.data,
         batch_size=config.train.batch_size,
         eval_batch_size=part,
         eval_batches=config.train.eval_batches,
     )
+    distributed.same("the text", data.text.sha256)
+    beat("initialization")
     birth = born(config)
-    screen = Screen(config.last_step, recipe.geometry.flops_per_token(config.data.seq_len))
+    distributed.check_replicas(birth.params, birth.mesh)
+    console = None if distributed.first() else Console(quiet=True)
+    screen = Screen(config.last_step, recipe.geometry.flops_per_token(config.data.seq_len), console)
     with screen, jax.set_mesh(birth.mesh):
-        run = Run(config, birth, data, screen)
+        run = Run(config, birth, data, screen, beat)
         try:
             return run.go()
         except CheckpointError as e:
@@ -51,12 +62,14 @@ def train(config: Config) -> int:
 class Run:
     """One run: what it is made of, and the loop."""
 
-    def __init__(self, config: Config, birth: Birth, data: Data, screen: Screen):
-        self.birth, self.data, self.screen = birth, data, screen
-        self.folder = folder.of(config)
+    def __init__(self, config: Config, birth: Birth, data: Data, screen: Screen, beat: Beat):
+        self.birth, self.data, self.screen, self.beat = birth, data, screen, beat
+        self.folder = Path(distributed.from_first(str(folder.of(config)) if distributed.first() else ""))
         self.config = config.replace(train__run_dir=str(self.folder))
         self.init = folder.init_record(birth.verdict, config)
         self.evaluate = step.evaluator(birth.model, birth.mesh)
+        self.ballot = distributed.Ballot(birth.mesh)
+        self.stream = data.train
         self.tokens = 0
         self.compile_s: float | None = None
 
@@ -67,14 +80,14 @@ class Run:
         # ---- stop here if a leaf is wrong
         if not birth.verdict.ok:
             if not (self.folder / "checkpoints").exists():  # else the record is that of the run's own start
-                folder.write(self.folder, config, birth.recipe, self.init)
+                self.write_folder()
             return self.end(1, birth.verdict.table())
 
         # ---- restore, if there is a checkpoint
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", t.keep_checkpoints)
+        self.checkpoints = Checkpoints(t.checkpoint_dir or self.folder / "checkpoints", t.keep_checkpoints)
         start = self.checkpoints.latest or 0
         changed = folder.compare(self.folder, config, birth.recipe, self.init) if start else []
-        folder.write(self.folder, config, birth.recipe, self.init)
+        self.write_folder()
         if start >= config.last_step:
             self.checkpoints.close()
             return self.end(0, f"{self.folder} is finished: step {start} of {config.last_step}, nothing to do")
@@ -83,14 +96,25 @@ class Run:
             screen.say(f"changed since the last start: {change}")
         tx = optimizer.make(config, birth.recipe, birth.params)
         state, shardings = step.create(birth.params, tx, birth.mesh)
+        self.beat("restoring")
         if start:
-            state, meta = self.checkpoints.restore(start, step.released(state))
-            self.tokens = meta["tokens"]
-            if meta["data"] != self.data.text.sha256:
-                screen.say(f"changed since the last start: the text, sha256 {meta['data'][:16]} there")
+            restored = self.checkpoints.resume(step.released(state))
+        else:
+            restored = self.loaded(state)
+        if restored:
+            start, state, self.tokens = restored.step, restored.state, restored.meta["tokens"]
+            self.stream = self.data.train.after(restored.meta["samples"], start)
+            for damage in restored.said:
+                screen.say(f"{damage}; going on from step {start}")
+            if restored.meta["data"] != self.data.text.sha256:
+                screen.say(f"changed since the last start: the text, sha256 {restored.meta['data'][:16]} there")
 
         # ---- loop
-        self.metrics = Metrics(self.folder, start, t.tensorboard)
+        self.samples = Samples(self.folder, jax.process_index())
+        if config.data.log_samples and distributed.first():
+            self.samples.open(start)
+        distributed.sync("samples")
+        self.metrics = Metrics(self.folder, start, t.tensorboard) if distributed.first() else Nowhere()
         try:
             return self.loop(state, shardings, tx, start)
         finally:
@@ -101,12 +125,13 @@ class Run:
         config, screen, t, end = self.config, self.screen, self.config.train, self.config.last_step
         pure = step.train_step(self.birth.model, tx, optimizer.schedule(config), t.seed, config.model.dropout > 0)
         screen.start(start)
+        self.beat("compiling")
         batch = self.batch(start)
         began = time.perf_counter()
         run_step = step.jitted(pure, shardings, self.birth.mesh).lower(state, batch).compile()
         self.compile_s = time.perf_counter() - began
         screen.say(f"step compiled in {self.compile_s:.1f} s")
-        waiting, bad, self.clock = None, 0, time.perf_counter()
+        waiting, bad, vote, self.clock = None, 0, 0, time.perf_counter()
         with interruptible() as interrupted, Profile(self.folder / "profile", t.profile) as profile:
             for done in range(start + 1, end + 1):
                 profile.before(done)
@@ -114,38 +139,70 @@ class Run:
                 if done < end:
                     batch = self.batch(done)  # while the devices work
                 if waiting:
-                    bad = self.read(*waiting)
-                waiting = (done, metrics)
+                    bad, vote = self.read(*waiting)
+                waiting = (done, metrics, self.ballot.cast(sum(interrupted)))
                 profile.after(done, metrics)
                 self.checkpoints.check()
+                self.beat(f"step {done}")
 
-                last = done == end or bool(interrupted)
+                vote = vote or self.ballot.now(sum(interrupted))
+                last = done == end or bool(vote)
                 evaluating = done == end or due(done, t.eval_every)
                 saving = last or due(done, t.checkpoint_every)
                 if not (evaluating or saving or bad):
                     continue
-                bad, waiting = self.read(*waiting), None
+                (bad, late), waiting = self.read(*waiting), None
                 if bad >= t.max_bad_steps:
                     return self.stop_bad(done, bad)
                 if evaluating:
-                    loss = self.evaluate(state.params, self.data.eval_batches())
+                    loss = self.evaluate(state.params, self.data.eval_rows())
                     self.metrics.write({"step": done, "eval_loss": loss})
                     screen.evaluated(done, loss)
                 if saving and (last or not bad):
                     self.checkpoints.save(done, state, self.meta(done))
-                if interrupted and done < end:
+                if vote and done < end:
                     self.checkpoints.close()
-                    return self.end(128 + interrupted[0], f"saved after step {done}; to resume: {self.resume}")
+                    status = RETRY if vote == signal.SIGTERM else 128 + vote
+                    return self.end(status, f"saved after step {done}; to resume: {self.resume}")
+                vote = late
                 self.clock = time.perf_counter()
         self.checkpoints.close()
         return self.end(0)
 
     def batch(self, number: int) -> dict[str, jax.Array]:
         """The batch with this number, on the devices."""
-        return step.put(self.data.train[number], self.config.train.accumulate, self.birth.mesh)
+        t = self.config.train
 
-    def read(self, done: int, metrics: step.Metrics) -> int:
-        """Wait for the metrics of a step, keep and show them; how many steps in a row were bad."""
+        def read(rows: Sequence[int]) -> Batch:
+            batch = self.stream.rows(number, rows)
+            if self.config.data.log_samples:
+                self.samples.write(number + 1, batch["id"])
+            return batch
+
+        return step.place(read, t.batch_size, t.accumulate, self.birth.mesh)
+
+    def loaded(self, state: step.TrainState) -> Restored | None:
+        """The first state of a new run that takes some of it from another; the origin of every leaf in origins.json."""
+        t = self.config.train
+        if not t.load_from:
+            return None
+        restored = checkpoint.load(t.load_from, state, t.load, t.load_paths, self.birth.recipe)
+        origins = {path: str(origin) for path, origin in restored.origins.items()}
+        if distributed.first():
+            record = {"checkpoint": restored.said[0], "leaves": origins}
+            (self.folder / "origins.json").write_text(json.dumps(record, indent=1) + "\n")
+        fresh = sum(origin == "initial" for origin in origins.values())
+        self.screen.say(f"{len(origins) - fresh} leaves from {restored.said.pop()}, {fresh} initial; see origins.json")
+        return restored
+
+    def write_folder(self) -> None:
+        """What the run is and began with, once all processes have compared what was there."""
+        distributed.sync("compared")
+        if distributed.first():
+            folder.write(self.folder, self.config, self.birth.recipe, self.init)
+
+    def read(self, done: int, metrics: step.Metrics, ballot: Any) -> tuple[int, int]:
+        """Wait for the metrics of a step, keep and show them; (how many steps in a row were bad, the vote to stop)."""
         m = {k: v.item() for k, v in jax.device_get(metrics).items()}
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
@@ -168,13 +225,14 @@ class Run:
         self.screen.step(row)
         if m["bad_in_row"]:
             self.screen.say(f"step {done}: loss or gradient is not finite, nothing was changed")
-        return m["bad_in_row"]
+        return m["bad_in_row"], int(ballot)
 
     def meta(self, done: int) -> Row:
         """What a checkpoint says besides the state."""
         return {
             "step": done,
             "tokens": self.tokens,
+            "samples": self.stream.offset + done * self.stream.size,
             "config": self.config.to_dict(),
             "recipe": self.birth.recipe.to_json(),
             "digest": self.init["digest"],

@@ -64,6 +64,28 @@ class Nowhere:
         """Nothing."""
 
 
+class Samples:
+    """Which samples this process read for each step, in samples/PROCESS.jsonl.
+
+    Over all files, the rows of a step name its samples, each on every process that holds it; whatever the number of
+    processes was, so that a resumed run can be shown to have seen each sample once.
+    """
+
+    def __init__(self, folder: Path, process: int):
+        self.path = folder / "samples" / f"{process:05}.jsonl"
+
+    def open(self, after: int) -> None:
+        """Process 0 drops the rows of all processes after the step that is resumed from, before any writes."""
+        self.path.parent.mkdir(exist_ok=True)
+        for path in self.path.parent.glob("*.jsonl"):
+            path.write_text("".join(_line(row) for row in read(path) if row["step"] <= after))
+
+    def write(self, step: int, ids: Any) -> None:
+        """The ids that this process read for a step."""
+        with self.path.open("a") as file:
+            file.write(_line({"step": step, "ids": [int(i) for i in ids]}))
+
+
 def _line(row: Mapping[str, Any]) -> str:
     # JSON knows no NaN: a number that is not finite is null.
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

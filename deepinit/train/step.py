@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from deepinit.sharding import batch_sharding
 from deepinit.train import optimizer
+from deepinit.train.data import Reader
 from deepinit.train.optimizer import Schedule
 
 Metrics = dict[str, jax.Array]
@@ -134,18 +135,40 @@ def jitted(step: Callable[..., Any], shardings: TrainState, mesh: Mesh) -> Any:
 
 def put(batch: dict[str, np.ndarray], parts: int, mesh: Mesh) -> dict[str, jax.Array]:
     """A host batch of A x B sequences on the devices, as (A, B, ...)."""
+    return place(lambda rows: {k: v[list(rows)] for k, v in batch.items()}, len(batch["tokens"]), parts, mesh)
+
+
+def place(read: Reader, size: int, parts: int, mesh: Mesh) -> dict[str, jax.Array]:
+    """A batch of size = A x B sequences on the devices, as (A, B, ...), of which this process reads only its own rows.
+
+    `read(rows)` gives those rows; their `id`s stay on the host.
+    """
     sharding = batch_sharding(mesh, ndim=3, axis=1)
-    return {k: jax.device_put(v.reshape(parts, -1, v.shape[-1]), sharding) for k, v in batch.items()}
+    shape = (parts, size // parts)
+    index = np.arange(size).reshape(shape)
+    mine = sharding.addressable_devices_indices_map((*shape, 1)).values()
+    rows = sorted({int(row) for at in mine for row in index[() if at is None else at[:2]].flat})
+    where = np.full(size, -1)
+    where[rows] = np.arange(len(rows))
+    batch = read(rows)
+
+    def put(values: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(
+            (*shape, *values.shape[1:]), sharding, lambda at: values[where[index[() if at is None else at[:2]]]]
+        )
+
+    return {name: put(values) for name, values in batch.items() if name != "id"}
 
 
 def evaluator(model: Any, mesh: Mesh) -> Callable[[Any, Any], float]:
-    """A function (params, batches) -> mean loss over the targets of the batches, dropout off."""
+    """A function (params, [(size, read)]) -> mean loss over the targets of the batches, dropout off."""
     scalar = NamedSharding(mesh, PartitionSpec())
-    sharding = batch_sharding(mesh)
-    run = jax.jit(lambda params, batch: loss_sums(model, params, batch), out_shardings=scalar)
+    run = jax.jit(
+        lambda params, batch: loss_sums(model, params, jax.tree.map(lambda x: x[0], batch)), out_shardings=scalar
+    )
 
     def evaluate(params: Any, batches: Any) -> float:
-        sums = [run(params, jax.device_put(batch, sharding)) for batch in batches]
+        sums = [run(params, place(read, size, 1, mesh)) for size, read in batches]
         losses, tokens = np.asarray(jax.device_get(sums), np.float64).T
         return float(losses.sum() / max(tokens.sum(), 1))
 
@@ -154,7 +177,9 @@ def evaluator(model: Any, mesh: Mesh) -> Callable[[Any, Any], float]:
 
 def stream_variance(model: Any, params: Any, tokens_BT: Any) -> list[float]:
     """Mean square of the stream after the embedding and after each layer."""
-    run = jax.jit(lambda p, x: model.apply({"params": p}, x, mutable=["stats"])[1]["stats"])
+    layout = jax.tree.leaves(params)[0].sharding
+    scalar = NamedSharding(layout.mesh, PartitionSpec()) if isinstance(layout, NamedSharding) else None
+    run = jax.jit(lambda p, x: model.apply({"params": p}, x, mutable=["stats"])[1]["stats"], out_shardings=scalar)
     stats = jax.device_get(run(params, tokens_BT))
     if "layers" in stats:
         after = np.asarray(stats["layers"]["stream_ms"])[:, -1]

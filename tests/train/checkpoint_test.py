@@ -99,8 +99,8 @@ def test_another_mesh(checkpoints):
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
-        ({"dtype": jnp.bfloat16}, "params/attn_norm_scale has dtype float32 there, bfloat16 here"),
-        ({"width": 16}, r"params/attn_norm_scale has shape \(8,\) there, \(16,\) here"),
+        ({"dtype": jnp.bfloat16}, r"params/attn_q is \[8, 8\] float32 there, \[8, 8\] bfloat16 here"),
+        ({"width": 16}, r"mu/attn_norm_scale is \[8\] float32 there, \[16\] float32 here"),
         ({"name": "attn_k"}, "has no params/attn_k"),
     ],
 )
