@@ -172,9 +172,14 @@ class Geometry:
         return self.matrix(role)[1]
 
     @property
+    def additions(self) -> tuple[str, ...]:
+        """The residual additions of one layer, in order."""
+        return ("block",) if self.parallel else ("attn", "cross", "mlp") if self.stack == "decoder" else ("attn", "mlp")
+
+    @property
     def sublayers(self) -> int:
         """Residual additions in one layer."""
-        return 1 if self.parallel else 3 if self.stack == "decoder" else 2
+        return len(self.additions)
 
     @property
     def num_residuals(self) -> int:

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinit import laws, sampler
+from deepinit import joint, laws, sampler
 from deepinit.errors import ConfigError, unknown
 from deepinit.geometry import EMBEDDINGS, VECTORS, Role
+from deepinit.roles import role_of
 
 if TYPE_CHECKING:
     from deepinit.recipe import Recipe
@@ -116,7 +117,15 @@ def semi_orthogonal(key: Any, shape: tuple[int, ...], gain: Any) -> jax.Array:
 
 
 def of_role(recipe: Recipe, role: str, layer: Any = None, sampler_name: str = "portable") -> Closure:
-    """The closure of one role of a recipe; refuses a shape that cannot hold the role's matrix."""
+    """The closure of one role of a recipe; refuses a shape that cannot hold the role's matrix.
+
+    A leaf with a law of its own is named by the end of its path, as in `recipe.leaves`.
+    """
+    if role in recipe.leaves:
+        draw = of_law(recipe.leaves[role], layer, sampler_name)
+        if role_of(role) in EMBEDDINGS:  # a second table: its rows are those of the vocabulary
+            return closure(lambda key, shape: padded(draw(key, shape), recipe.geometry.vocab_size, axis=0))
+        return draw
     role = Role.of(role)
     if role not in recipe.weights:
         raise unknown(f"scheme {recipe.name}: role", str(role), recipe.weights)
@@ -125,6 +134,8 @@ def of_role(recipe: Recipe, role: str, layer: Any = None, sampler_name: str = "p
         raise ConfigError(f"scheme {recipe.name}: {role} is yours to give: pass initializer=(role, layer) -> closure")
     if law.layered and layer is None:
         raise ConfigError(f"scheme {recipe.name}: the std of {role} differs from layer to layer; say which layer")
+    if isinstance(law, laws.Factor):
+        return joint.closure(recipe.geometry, role, law)
     draw = of_law(law, layer, sampler_name)
     if role in VECTORS:
         return draw
@@ -159,11 +170,11 @@ def held(shape: tuple[int, ...], fan_in: int, fan_out: int) -> tuple[int, int] |
     return next((m for m in ((fan_in, fan_out), (fan_out, fan_in)) if m in splits), None)
 
 
-def padded(rows: jax.Array, vocab: int) -> jax.Array:
+def padded(rows: jax.Array, vocab: int, axis: int = -2) -> jax.Array:
     """Rows beyond the vocabulary set to exact zero: they take part in nothing and decay to nothing."""
-    if rows.shape[-2] == vocab:
+    if rows.shape[axis] == vocab:
         return rows
-    row = jax.lax.broadcasted_iota(np.int32, rows.shape, rows.ndim - 2)
+    row = jax.lax.broadcasted_iota(np.int32, rows.shape, axis % rows.ndim)
     return jnp.where(row < vocab, rows, jnp.zeros_like(rows))
 
 

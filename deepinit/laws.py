@@ -214,9 +214,10 @@ class Sign(Distribution):
 
 @dataclass(frozen=True)
 class Factor(Distribution):
-    """One of two matrices that are drawn together: head by head their product is noise Z + identity I, of rank h.
+    """One of two matrices that are drawn together: their product is noise Z + identity I, cut to the rank they allow.
 
-    Z has independent entries of std `z_std`. The factors are U sqrt(S) and sqrt(S) V^T of the product's singular value
+    Queries and keys have one product for each head, values and outputs one for all heads. Z has independent entries of
+    std `z_std`. The factors are U sqrt(S) (`left`) and sqrt(S) V^T (`right`) of the product's singular value
     decomposition, so their own entries are not independent and have no std of their own.
     """
 
@@ -225,6 +226,8 @@ class Factor(Distribution):
     z_std: float
     partner: str
     """The role of the other factor."""
+    side: str = "left"
+    """`left` or `right`."""
     formula: str = field(default="", compare=False)
     _parameter: ClassVar[str] = "noise"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,14 @@ from deepinit.laws import Constant, Distribution, External, Numbers
 
 V = TypeVar("V")
 NORMS = ("pre", "post", "none", "sandwich", "sub", "reordered")
+GAINS = {
+    "s_qk": "on unit queries and keys",
+    "s_uv": "on what the MLP's up and gate matrices give",
+    "s_z": "on the logits",
+    "head": "on the output of every head",
+    "smear": "on the embedding of the token before, which is added to a token's own",
+    "backout": "on the stream in the middle of the stack, which is taken off its output",
+}
 
 
 class FrozenMap(Mapping[str, V], Generic[V]):
@@ -66,11 +74,13 @@ class Gate:
     """A learnable factor."""
 
     value: Numbers
-    """Initial value of what is stored; a tuple has one per layer."""
+    """Initial value of what is stored; a tuple has one per layer, or one per residual addition."""
     shape: str = "scalar"
-    """`scalar`; `channel`: one per feature of the stream; `head`: one per head; `hidden`; `vocab`."""
+    """`scalar`; `channel`: one per feature of the stream; `head`: one per head; `key`: one per feature of every key
+    head; `hidden`: one per feature inside the MLP, up and gate; `vocab`."""
     share: str = "sublayer"
-    """`sublayer`: one for each residual addition; `layer`: one for each layer; `model`: one."""
+    """`sublayer`: one for each residual addition; `mlp`: one for the MLP's only; `layer`: one for each layer; `model`:
+    one."""
     role: Role = Role.RESIDUAL_GATE
     scale: float = 1.0
     """The factor that acts is `scale` times what is stored, which sets how fast it learns (nGPT)."""
@@ -85,8 +95,8 @@ class Residual:
     `norm` places the norms: `pre` inside the branch, `post` on the sum, `none`, `sandwich` at both ends of the branch,
     `sub` before the branch and again before its output matrix, `reordered` on the branch's output. `skip`, `branch` and
     `scale_in` are one number, one per layer, or one per residual addition. With `shift`, a learnable scalar (0 at
-    first) is added before every matrix and activation of a branch (Fixup). `skip_gate` is learnable on the skip, and
-    `x0_gate` on the stack's input, which is then added to the stream at the head of each layer.
+    first) is added before every matrix and activation of a branch (Fixup). `skip_gate` is learnable on the skip; shared
+    by a layer, it acts at the layer's head, and with it `x0_gate` on the stack's input, which is added to the stream.
     """
 
     norm: str = "pre"
@@ -97,31 +107,68 @@ class Residual:
     shift: bool = False
     skip_gate: Gate | None = None
     x0_gate: Gate | None = None
+    placements: tuple[str, ...] = ()
+    """Attention's and the MLP's placement of the norms, where it is not `norm` for both."""
+    inner_norm: bool = False
+    """Under `post`, the branch reads a normed x too; the first layer is plain `pre`, without skip and outer norm
+    (Keel)."""
+    sphere: bool = False
+    """x <- U(x + |gate| (U(F(x)) - x)), U to unit length: the stream stays on the unit sphere (nGPT)."""
 
     def __post_init__(self) -> None:
-        if self.norm not in NORMS:
-            raise unknown("residual norm", self.norm, NORMS)
+        for place in (self.norm, *self.placements):
+            if place not in NORMS:
+                raise unknown("residual norm", place, NORMS)
+        if len(self.placements) not in (0, 2):
+            raise ConfigError(f"placements: {self.placements} are not attention's and the MLP's")
+        if self.inner_norm and self.norm != "post":
+            raise ConfigError(f"inner_norm: the outer norm makes norm 'post', not {self.norm!r}")
+
+    @property
+    def gates(self) -> tuple[tuple[str, Gate | None], ...]:
+        """The learnable factors, by field."""
+        return ("gate", self.gate), ("skip_gate", self.skip_gate), ("x0_gate", self.x0_gate)
+
+    def placement(self, kind: str) -> str:
+        """Where the norms stand at the addition of this kind: `attn`, `mlp`, or `block` for both in one."""
+        return self.placements[kind == "mlp"] if self.placements else self.norm
+
+    def final_norm(self, num_layers: int) -> bool:
+        """Whether the stack needs a norm behind it: there are norms, and the last one does not stand on the last sum."""
+        ends_normed = self.placement("mlp") == "post" and not (self.inner_norm and num_layers == 1)
+        return self.norm != "none" and not ends_normed
 
     @property
     def formula(self) -> str:
         """The rule in a line, its numbers filled in."""
+        gates = {"g": self.gate, "w": self.skip_gate, "u": self.x0_gate}
+        start = ", ".join(f"{name} = {laws.show(gate.value)}" for name, gate in gates.items() if gate)
+        steps = [self.step(kind) for kind in ("attn", "mlp")]
+        if self.skip_gate and self.skip_gate.share == "layer":
+            steps = [f"x <- w x{' + u x0' if self.x0_gate else ''}", *steps]
+        if self.inner_norm:
+            steps[-1] += " (layer 1: x <- x + F(N(x)))"
+        return "; ".join(dict.fromkeys(steps)) + (f", {start} at first" if start else "")
+
+    def step(self, kind: str) -> str:
+        """One addition: `attn` or `mlp`."""
+        if self.sphere:
+            return "x <- U(x + g (U(F(x)) - x))"
+        norm = self.placement(kind)
         x = "x" if self.skip == 1.0 else f"{laws.show(self.skip)} x"
-        x = f"w {x}" if self.skip_gate else x
-        x = f"{x} + u x0" if self.x0_gate else x
-        inner = "N(x)" if self.norm in ("pre", "sandwich", "sub") else "x"
+        if self.skip_gate and self.skip_gate.share in ("sublayer", kind):
+            x = f"w {x}"
+        inner = "N(x)" if norm in ("pre", "sandwich", "sub") or self.inner_norm else "x"
         if self.scale_in != 1.0:
             inner = f"{laws.show(self.scale_in)} {inner}"
         f = f"F({inner})"
-        if self.norm in ("sandwich", "reordered"):
+        if norm in ("sandwich", "reordered"):
             f = f"N({f})"
         if self.gate:
             f = f"g {f}"
         if self.branch != 1.0:
             f = f"{laws.show(self.branch)} {f}"
-        total = f"N({x} + {f})" if self.norm == "post" else f"{x} + {f}"
-        gates = {"g": self.gate, "w": self.skip_gate, "u": self.x0_gate}
-        start = ", ".join(f"{name} = {laws.show(gate.value)}" for name, gate in gates.items() if gate)
-        return f"x <- {total}" + (f", {start} at first" if start else "")
+        return f"x <- N({x} + {f})" if norm == "post" else f"x <- {x} + {f}"
 
     def replace(self, **changes: Any) -> Residual:
         """The same rule with other parts."""
@@ -153,9 +200,11 @@ class Recipe:
     leaves: Mapping[str, Distribution] = field(default_factory=FrozenMap)
     """Laws of single leaves by the end of their path (`post_norm/norm_scale`), which win over the role's: `law_at`."""
     gains: Mapping[str, Gate] = field(default_factory=FrozenMap)
-    """Learnable factors that the scheme's structure has apart from the residual rule, by place."""
+    """Learnable factors that the scheme's structure has apart from the residual rule, by place: `GAINS`."""
     project: str = ""
     """`rows`: every matrix is brought to unit vectors along d_model after init and after each step (nGPT)."""
+    calibrate: str = ""
+    """`skip`: the skip's factors are to be measured on data before the first step (Admin): `Recipe.calibrated`."""
     changes: tuple[str, ...] = ()
     """What is no longer as the scheme says, in words; empty for a scheme as it is."""
     name: str = ""
@@ -177,15 +226,10 @@ class Recipe:
             Role.BRANCH_SCALE: Constant(1.0),
             Role.BRANCH_SHIFT: Constant(0.0),
         }
-        rule, leaves = self.residual, dict(self.leaves)
+        rule = self.residual
         if rule.gate:
             vectors[rule.gate.role] = Constant(rule.gate.value)
-        for qualifier, gate in (("skip", rule.skip_gate), ("x0", rule.x0_gate)):
-            if gate:
-                leaves[f"{qualifier}_{gate.role}"] = Constant(gate.value)
-        if rule.gate and rule.gate.name:
-            leaves[rule.gate.name] = Constant(rule.gate.value)
-        leaves |= {name: Constant(gain.value) for name, gain in self.gains.items()}
+        leaves = dict(self.leaves) | gate_leaves(rule, self.gains, g)
         laws_ = vectors | known
         if missing := [r for r in g.roles if r not in laws_]:
             raise ConfigError(f"scheme {facts['name']}: no law for {', '.join(missing)}")
@@ -229,13 +273,33 @@ class Recipe:
         for what, numbers, sizes in [
             *((r, law.parameter, (g.num_layers,)) for r, law in {**self.weights, **self.leaves}.items()),
             *((k, getattr(self.residual, k), (g.num_layers, g.num_residuals)) for k in ("skip", "branch", "scale_in")),
+            *((k, gate.value, (g.num_layers, g.num_residuals)) for k, gate in self.residual.gates if gate),
         ]:
             if isinstance(numbers, tuple) and len(numbers) not in sizes:
                 raise ConfigError(
                     f"scheme {self.name}: {what} has {len(numbers)} entries, the model {g.num_layers} layers"
                 )
+        if self.residual.placements and g.parallel:
+            raise ConfigError(f"scheme {self.name}: attention and MLP have norms of their own, not one addition")
         if self.residual.norm == "none" and self.residual.scale_in != 1.0:
             raise ConfigError(f"scheme {self.name}: scale_in scales a norm's output, and there is no norm")
+
+    def calibrated(self, skip: tuple[float, ...], note: str) -> Recipe:
+        """The recipe with measured factors on the skip, one for each residual addition; `note` says on what."""
+        assert self.residual.skip_gate
+        rule = self.residual.replace(skip_gate=dataclasses.replace(self.residual.skip_gate, value=skip))
+        leaves = {k: v for k, v in self.leaves.items() if not k.endswith(f"skip_{rule.skip_gate.role}")}
+        leaves |= gate_leaves(rule, self.gains, self.geometry)
+        made = dataclasses.replace(
+            self,
+            weights=Laws(self.weights, leaves),
+            residual=rule,
+            leaves=FrozenMap(leaves),
+            calibrate="",
+            changes=(*self.changes, note),
+        )
+        made.validate()
+        return made
 
     @property
     def outputs(self) -> tuple[Role, ...]:
@@ -257,10 +321,15 @@ class Recipe:
             return self
         if not isinstance(scale, Constant):
             raise ConfigError(f"scheme {self.name}: norm_scale is {scale}, which has no 1 + w form")
-        moved = Constant(laws.each(lambda v: v - 1.0, scale.value), scale.formula)
+        def moved(law: Distribution) -> Distribution:
+            return Constant(laws.each(lambda v: v - 1.0, law.parameter), law.formula)
+
+        gains = {k: moved(law) for k, law in self.leaves.items() if k.endswith(Role.NORM_SCALE)}
+        leaves = FrozenMap({**self.leaves, **gains})
         return dataclasses.replace(
             self,
-            weights=Laws({**self.weights, Role.NORM_SCALE: moved}, self.leaves),
+            weights=Laws({**self.weights, Role.NORM_SCALE: moved(scale)}, leaves),
+            leaves=leaves,
             requires=FrozenMap({**self.requires, "norm_offset": True}),
         )
 
@@ -295,6 +364,7 @@ class Recipe:
             "leaves": {k: law.to_json() for k, law in self.leaves.items()},
             "gains": {k: plain(gate) for k, gate in self.gains.items()},
             "project": self.project,
+            "calibrate": self.calibrate,
             "changes": list(self.changes),
         }
 
@@ -315,6 +385,7 @@ class Recipe:
             leaves=FrozenMap(leaves),
             gains=FrozenMap({k: gate_from(v) for k, v in data["gains"].items()}),
             project=data["project"],
+            calibrate=data["calibrate"],
             changes=tuple(data["changes"]),
             name=data["name"],
             args=FrozenMap({k: numbers(v) for k, v in data["args"].items()}),
@@ -334,15 +405,33 @@ def numbers(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def gate_leaves(rule: Residual, gains: Mapping[str, Gate], g: Geometry) -> dict[str, Distribution]:
+    """Laws of the leaves of learnable factors, by the ends of their paths."""
+    leaves: dict[str, Distribution] = {}
+    if rule.gate and rule.gate.name:
+        leaves[rule.gate.name] = Constant(rule.gate.value)
+    for qualifier, gate in (("skip", rule.skip_gate), ("x0", rule.x0_gate)):
+        if gate and isinstance(gate.value, tuple) and len(gate.value) > g.num_layers:  # one for each addition
+            for i, kind in enumerate(g.additions):
+                leaves[f"{kind}_residual/{qualifier}_{gate.role}"] = Constant(gate.value[i :: g.sublayers])
+        elif gate:
+            leaves[f"{qualifier}_{gate.role}"] = Constant(gate.value)
+    return leaves | {f"{name}_{gain.role}": Constant(gain.value) for name, gain in gains.items()}
+
+
 def gate_from(data: Mapping[str, Any]) -> Gate:
     """The gate that `to_json` wrote."""
     return Gate(**{**data, "value": numbers(data["value"]), "role": Role(data["role"])})
 
 
-def nearest_end(entries: Mapping[str, V], path: str, otherwise: V) -> V:
-    """The entry whose key is the longest end of the path, whole parts only."""
+def end_of(keys: Container[str], path: str) -> str | None:
+    """The key that is the longest end of the path, whole parts only."""
     parts = path.split("/")
-    for start in range(len(parts)):
-        if (key := "/".join(parts[start:])) in entries:
-            return entries[key]
-    return otherwise
+    ends = ("/".join(parts[start:]) for start in range(len(parts)))
+    return next((end for end in ends if end in keys), None)
+
+
+def nearest_end(entries: Mapping[str, V], path: str, otherwise: V) -> V:
+    """The entry whose key is the longest end of the path."""
+    key = end_of(entries, path)
+    return otherwise if key is None else entries[key]

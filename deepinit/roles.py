@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from deepinit.geometry import VECTORS, Role
+from deepinit.geometry import EMBEDDINGS, VECTORS, Role
 
 STACK = "layers"
 _LAYER = re.compile(rf"{STACK}_(\d+)$")
@@ -40,7 +40,7 @@ def role_of(path: str | Iterable[Any]) -> Role | None:
     name = names(path)[-1]
     if name in Role._value2member_map_:
         return Role(name)
-    for role in VECTORS:  # a matrix has a name of its own; only vectors come several to a layer
+    for role in (*VECTORS, *EMBEDDINGS):  # a matrix has a name of its own; vectors and tables may be several
         if name.endswith(f"_{role}"):
             return role
     return None
@@ -65,7 +65,7 @@ def locate(path: str | Iterable[Any]) -> Leaf:
         canonical.append(part)
     role = role_of(parts)
     stack = [p for p in canonical[:-1] if p in ("encoder", "decoder")]
-    slot = "/".join(canonical if role is None or role in VECTORS else [*stack, parts[-1]])
+    slot = "/".join([*stack, role] if parts[-1] == role and role not in VECTORS else canonical)
     return Leaf("/".join(parts), "/".join(canonical), role, slot, layer, stacked)
 
 
@@ -86,7 +86,34 @@ def unboxed(tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[tuple[Leaf, Any]]:
-    """Every leaf of a parameter tree with where it stands, boxes taken off."""
+    """Every leaf of a parameter tree of any kind with where it stands, boxes taken off."""
+    return [(locate(path), x) for path, x in flat(tree)]
+
+
+def flat(tree: Any) -> list[tuple[list[str], Any]]:
+    """(parts of the path, array) of a tree: dicts, boxes, an `nnx.State`, the `nnx.Param`s of an NNX module."""
     import jax
 
-    return [(locate(path), x) for path, x in jax.tree.leaves_with_path(unboxed(tree))]
+    return [(names(unwrapped(path)), x) for path, x in jax.tree.leaves_with_path(state_of(tree))]
+
+
+def state_of(tree: Any) -> Any:
+    """The parameters of an NNX module as a state; anything else as it is."""
+    if any(c.__module__.startswith("flax.nnx") and c.__name__ == "Module" for c in type(tree).__mro__):
+        from flax import nnx
+
+        return nnx.state(tree, nnx.Param)
+    return tree
+
+
+def unwrapped(path: Iterable[Any]) -> list[Any]:
+    """A path of jax without the attribute `value` that a box or a variable adds at its end."""
+    parts = list(path)
+    while parts and getattr(parts[-1], "name", None) == "value":
+        parts.pop()
+    return parts
+
+
+def joined(parts: Iterable[str]) -> str:
+    """The path as text."""
+    return "/".join(parts)

@@ -8,6 +8,7 @@ apart, so that compile time does not grow with depth.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from jax.sharding import Mesh
 
 from deepinit import initializers, roles, sampler, sharding
 from deepinit.errors import ConfigError
+from deepinit.laws import Factor
+from deepinit.projection import project
 from deepinit.recipe import Recipe
 from deepinit.roles import Leaf
 
@@ -34,12 +37,19 @@ def init_sharded(model: linen.Module, recipe: Recipe, mesh: Mesh | None = None, 
         raise ConfigError(f"the model has geometry {model.geometry}, the recipe {recipe.geometry}")
     boxed = abstract_params(model)
     shapes = roles.unboxed(boxed)
-    draw, keys = plan(model, shapes, seed)
+    shared = pairs(recipe)
+    draw, keys = plan(model, shapes, seed, apart={*shared, *shared.values()})
+
+    def whole(keys: Any) -> Any:
+        return project(draw(keys), recipe)
+
     if mesh is None:
-        return jax.jit(draw)(keys)
-    layout = sharding.param_shardings(boxed, mesh)
-    check_divisible(shapes, layout)
-    return jax.jit(draw, out_shardings=layout)(keys)
+        params = jax.jit(whole)(keys)
+    else:
+        layout = sharding.param_shardings(boxed, mesh)
+        check_divisible(shapes, layout)
+        params = jax.jit(whole, out_shardings=layout)(keys)
+    return with_pairs(model, params, seed, shared) if shared else params
 
 
 def abstract_params(model: linen.Module) -> Any:
@@ -62,16 +72,50 @@ def check_divisible(shapes: Any, layout: Any) -> None:
                 )
 
 
-def plan(model: Any, shapes: Any, seed: int) -> tuple[Any, Any]:
-    """(draw, keys): draw(keys) makes the tree; keys are its only input, so another seed compiles nothing anew."""
-    located = [(roles.locate(path), x) for path, x in jax.tree.leaves_with_path(shapes)]
+def pairs(recipe: Recipe) -> dict[str, str]:
+    """Role -> the role whose key it shares, since the two are drawn together."""
+    return {r: law.partner for r, law in recipe.weights.items() if isinstance(law, Factor) and law.side == "right"}
+
+
+def with_pairs(model: Any, params: Any, seed: int, shared: Mapping[str, str]) -> Any:
+    """The tree with the matrices that are drawn together, from one key for both.
+
+    One device draws each of them whole, and then it is laid out: on a mesh every device would decompose them all.
+    """
+    found, structure = jax.tree.flatten_with_path(params)
+    alone = sharding.make_mesh(devices=jax.local_devices()[:1])
+    for slot, members in slots([roles.locate(path) for path, _ in found]).items():
+        *stack, role = slot.split("/")
+        if role not in (*shared, *shared.values()):
+            continue
+        located = [(roles.locate(found[i][0]), found[i][1]) for i in members]
+        words = slot_keys(seed, "/".join([*stack, shared.get(role, role)]), located)
+        with jax.set_mesh(alone):
+            drawn = jax.jit(lambda words, located=located: draw_slot(model, located, words))(words)
+        for i, made in zip(members, drawn):
+            path, old = found[i]
+            host = np.asarray(made)
+            found[i] = path, jax.make_array_from_callback(old.shape, old.sharding, lambda at, host=host: host[at])
+    return jax.tree.unflatten(structure, [x for _, x in found])
+
+
+def slots(leaves: Sequence[Leaf]) -> dict[str, list[int]]:
+    """Slot -> the places of its leaves, of all that have a role."""
     groups: dict[str, list[int]] = defaultdict(list)
-    own: list[int] = []
-    for i, (leaf, _) in enumerate(located):
-        if leaf.role is None:
-            own.append(i)
-        else:
+    for i, leaf in enumerate(leaves):
+        if leaf.role is not None:
             groups[leaf.slot].append(i)
+    return groups
+
+
+def plan(model: Any, shapes: Any, seed: int, apart: Collection[str] = ()) -> tuple[Any, Any]:
+    """(draw, keys): draw(keys) makes the tree; keys are its only input, so another seed compiles nothing anew.
+
+    `apart`: roles that are zero for now, since they are drawn elsewhere.
+    """
+    located = [(roles.locate(path), x) for path, x in jax.tree.leaves_with_path(shapes)]
+    groups = slots([leaf for leaf, _ in located])
+    own = [i for i, (leaf, _) in enumerate(located) if leaf.role is None]
     for slot, members in groups.items():
         check_slot(slot, [located[i][0] for i in members])
     keys = {slot: slot_keys(seed, slot, [located[i] for i in members]) for slot, members in groups.items()}
@@ -85,7 +129,10 @@ def plan(model: Any, shapes: Any, seed: int) -> tuple[Any, Any]:
             ready = jax.tree.leaves(roles.unboxed(whole))
             out |= {i: ready[i] for i in own}
         for slot, members in groups.items():
-            out |= dict(zip(members, draw_slot(model, [located[i] for i in members], keys[slot])))
+            if slot.rpartition("/")[2] in apart:
+                out |= {i: jnp.zeros(located[i][1].shape, located[i][1].dtype) for i in members}
+            else:
+                out |= dict(zip(members, draw_slot(model, [located[i] for i in members], keys[slot])))
         return jax.tree.unflatten(jax.tree.structure(shapes), [out[i] for i in range(len(located))])
 
     return draw, keys
@@ -118,7 +165,7 @@ def draw_slot(model: Any, members: list[tuple[Leaf, Any]], words: Any) -> list[A
 
     def one(words: Any, layer: Any, shape: tuple[int, ...]) -> Any:
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return model.initializer(leaf.role, layer)(key, shape, x.dtype)
+        return model.closure(leaf.canonical, leaf.role, layer)(key, shape, x.dtype)
 
     if not leaf.stacked and leaf.layer is None:
         return [one(words, None, x.shape)]

@@ -12,28 +12,51 @@ import jax.numpy as jnp
 from flax import linen
 
 from deepinit.geometry import Role
-from deepinit.nn.norm import Norm
+from deepinit.nn.norm import Norm, unit
 from deepinit.nn.part import Part
 from deepinit.nn.rope import rotary
+from deepinit.nn.stats import attention, collecting, keep
 
 
 class Attention(Part):
     """softmax(scale q k^T) v W_o, the scale being `multipliers["attention"]` (1/sqrt(H) where none is given)."""
 
     @linen.compact
-    def __call__(self, x_BTD: jax.Array, mask_BT: jax.Array | None = None, layer: Any = None) -> jax.Array:
-        """(B, T, D) -> (B, T, D). `mask` is True at real tokens; a row that sees none of them stays finite."""
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        mask_BT: jax.Array | None = None,
+        layer: Any = None,
+        values_BTF: jax.Array | None = None,
+    ) -> jax.Array:
+        """(B, T, D) -> (B, T, D). `mask` is True at real tokens; a row that sees none of them stays finite.
+
+        `values`, F = K H, is added to what W_v gives.
+        """
         g = self.geometry
         x_BTD = self.shifted(x_BTD, "in", layer)
         q, k, v = self.project(x_BTD, layer)
+        if values_BTF is not None:
+            v = v + values_BTF.reshape(v.shape)
         if self.qk_norm:
             q = Norm(**self.shared(), name="q_norm")(q, layer)
             k = Norm(**self.shared(), name="k_norm")(k, layer)
+        if self.v_norm:
+            v = Norm(**self.shared(), name="v_norm")(v, layer)
         if self.positions == "rope":
             at_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
             q, k = rotary(q, at_BT, self.rope_theta), rotary(k, at_BT, self.rope_theta)
+        gain_KH = self.gain("s_qk", layer)
+        if gain_KH is not None:  # query heads share the gain of their key head
+            q = unit(q) * jnp.repeat(gain_KH, g.num_heads // g.num_kv_heads, axis=0)
+            k = unit(k) * gain_KH
         if q.dtype == jnp.float16 and jax.default_backend() != "gpu":  # no float16 product with float32 sums there
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        scale = self.multipliers.get("attention", g.head_dim**-0.5)
+        if collecting(self):
+            spread, entropy = attention(q, k, scale)
+            keep(self, "scores", spread)
+            keep(self, "entropy", entropy)
         with jax.numpy_dtype_promotion("standard"):  # jax's own code mixes bfloat16 with float32
             out = jax.nn.dot_product_attention(
                 q,
@@ -41,10 +64,13 @@ class Attention(Part):
                 v,
                 mask=None if mask_BT is None else mask_BT[:, None, None, :],
                 is_causal=True,
-                scale=self.multipliers.get("attention", g.head_dim**-0.5),
+                scale=scale,
                 implementation=fastest(q.dtype, mask_BT),
             ).astype(self.compute)
-        if self.residual.norm == "sub":
+        gain_N1 = self.gain("head", layer)
+        if gain_N1 is not None:
+            out = out * gain_N1
+        if self.residual.placement("attn") == "sub":
             flat = out.reshape(*out.shape[:2], g.num_heads * g.head_dim)
             out = Norm(**self.shared(), name="inner_norm")(flat, layer).reshape(out.shape)
         out = self.shifted(out, "out", layer)

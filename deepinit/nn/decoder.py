@@ -9,10 +9,10 @@ from flax import linen
 
 from deepinit.errors import ConfigError
 from deepinit.geometry import Role
-from deepinit.nn.block import mean_square
 from deepinit.nn.norm import Norm
 from deepinit.nn.part import Part
 from deepinit.nn.stack import run_layers
+from deepinit.nn.stats import collecting, keep, mean_square, tapped, token_correlation
 from deepinit.sharding import constrain
 
 
@@ -36,17 +36,41 @@ class Decoder(Part):
         if self.positions == "learned":
             at_TD = self.weight(Role.POS_EMBED, (g.max_seq_len, g.d_model), ("seq", "embed"))
             x_BTD = x_BTD + at_TD[: tokens_BT.shape[1]]
+        if self.embed_norm:
+            x_BTD = Norm(**shared, name="embed_norm")(x_BTD)
         x_BTD = linen.Dropout(self.dropout, deterministic=deterministic)(x_BTD)
+        smear = self.gain("smear")
+        if smear is not None:
+            x_BTD = x_BTD + smear * jnp.pad(x_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
         x_BTD = constrain(x_BTD, "batch", "seq", "features")
-        self.sow("stats", "embed_ms", mean_square(x_BTD), reduce_fn=lambda _, new: new, init_fn=lambda: None)
-        x_BTD = run_layers(self, x_BTD, mask_BT, deterministic=deterministic)
-        if self.residual.norm not in ("post", "none"):
+        if collecting(self):
+            keep(self, "embed_ms", mean_square(x_BTD))
+            keep(self, "embed_corr", token_correlation(x_BTD))
+        x_BTD = tapped(self, x_BTD)
+        values_LBTF = self.values(tokens_BT) if self.value_embed else None
+        x_BTD = run_layers(self, x_BTD, mask_BT, values_LBTF, deterministic=deterministic)
+        if self.residual.final_norm(g.num_layers):
             x_BTD = Norm(**shared, name="final_norm")(x_BTD)
         if not g.tied_embeddings:
             table_VD = self.weight(Role.LM_HEAD, (self.vocab_padded, g.d_model), ("vocab", "embed"))
         logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
         logits = constrain(self.scaled(logits, "logits"), "batch", "seq", "vocab")
+        gain_V = self.gain("s_z")
+        if gain_V is not None:
+            logits = logits * gain_V.astype(jnp.float32)
+        if self.logit_softcap:
+            logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
         if self.vocab_padded > g.vocab_size:
             real = jnp.arange(self.vocab_padded) < g.vocab_size
             logits = jnp.where(real, logits, np.finfo(np.float32).min)
         return logits
+
+    def values(self, tokens_BT: jax.Array) -> jax.Array:
+        """(L, B, T, K H) of each token's rows in the table of values: for every other layer, the last among them."""
+        g = self.geometry
+        layers, width = np.arange(g.num_layers), g.num_kv_heads * g.head_dim
+        shape = (self.vocab_padded, (g.num_layers + 1) // 2, width)
+        table_VNF = self.weight("value_token_embed", shape, ("vocab", None, "embed"))
+        rows_NBTF = jnp.moveaxis(jnp.take(table_VNF, tokens_BT, axis=0), 2, 0)
+        there_L = jnp.asarray(layers % 2 == (g.num_layers - 1) % 2)
+        return jnp.where(there_L[:, None, None, None], rows_NBTF[layers // 2], jnp.zeros((), rows_NBTF.dtype))

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, in float32, with gain w or 1 + w."""
+"""RMSNorm and LayerNorm, in float32, with gain w, 1 + w or none; and vectors of unit length."""
 
 from __future__ import annotations
 
@@ -26,8 +26,17 @@ class Norm(Part):
         if self.norm == "layernorm":
             x = x - x.mean(-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.norm_eps)
+        if not self.norm_gain:
+            return x.astype(self.compute)
         gain = self.weight(Role.NORM_SCALE, width, axes, layer).astype(jnp.float32)
         x = x * (1 + gain if self.norm_offset else gain)
         if self.norm == "layernorm":
             x = x + self.weight("norm_bias", width, axes, layer).astype(jnp.float32)
         return x.astype(self.compute)
+
+
+def unit(x: jax.Array) -> jax.Array:
+    """The last axis brought to length 1, computed in float32; zero stays zero."""
+    wide = x.astype(jnp.float32)
+    square = jnp.sum(wide * wide, -1, keepdims=True)
+    return (wide * jax.lax.rsqrt(jnp.maximum(square, 1e-30))).astype(x.dtype)

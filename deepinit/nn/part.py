@@ -1,4 +1,4 @@
-"""What the modules of a model share: sizes, closures, residual rule, multipliers, options; how a weight is made."""
+"""What the modules of a model share: sizes, closures, residual rule, factors, options; how a weight is made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flax import linen
 from deepinit.errors import ConfigError, unknown
 from deepinit.geometry import Geometry, Role
 from deepinit.laws import Constant
-from deepinit.recipe import FrozenMap, Residual
+from deepinit.recipe import FrozenMap, Gate, Residual, end_of
 from deepinit.roles import role_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "positions": ("rope", "learned", "none"),
     "remat": ("none", "full", "dots"),
+    "dispatch": ("sorted", "dense"),
 }
 
 
@@ -34,14 +35,33 @@ class Part(linen.Module):
     """(role, layer) -> closure; the layer may be traced."""
     residual: Residual = Residual()
     multipliers: Mapping[str, float] = FrozenMap()
+    gains: Mapping[str, Gate] = FrozenMap()
+    """Learnable factors by place: `deepinit.recipe.GAINS`."""
+    own_laws: tuple[str, ...] = ()
+    """Ends of the paths of leaves that have a law of their own: the initializer is asked for them by that end."""
     norm: str = "rmsnorm"
     norm_offset: bool = False
     """Norms multiply by 1 + w, and w starts where the law of norm_scale says."""
     norm_eps: float = 1e-6
+    norm_gain: bool = True
+    """Norms multiply by a learnable gain (and LayerNorm adds a bias)."""
+    embed_norm: bool = False
+    """A norm on the embedding."""
     positions: str = "rope"
     rope_theta: float = 10_000.0
     bias: bool = False
     qk_norm: bool = False
+    v_norm: bool = False
+    value_embed: bool = False
+    """Every other layer, the last among them, adds a row of a table of its own to its values, by token."""
+    logit_softcap: float = 0.0
+    """Logits become cap tanh(logits / cap); 0: as they are."""
+    experts_per_token: int = 2
+    """How many of `num_experts` a token goes to."""
+    balance_loss: float = 0.0
+    """Weight of the loss that evens out the load of the experts."""
+    dispatch: str = "sorted"
+    """How tokens come to their experts: `sorted` by expert into ragged products, or `dense`, every one to each."""
     dropout: float = 0.0
     scan: bool = True
     """Layers in one `nn.scan`: compile time does not grow with depth."""
@@ -57,7 +77,8 @@ class Part(linen.Module):
     deterministic: bool = True
 
     OPTIONS: ClassVar[tuple[str, ...]] = (
-        "norm", "norm_offset", "norm_eps", "positions", "rope_theta", "bias", "qk_norm", "dropout", "scan", "remat",
+        "norm", "norm_offset", "norm_eps", "norm_gain", "embed_norm", "positions", "rope_theta", "bias", "qk_norm",
+        "v_norm", "value_embed", "logit_softcap", "experts_per_token", "balance_loss", "dispatch", "dropout", "scan", "remat",
         "fused_qkv", "fused_gate_up", "vocab_multiple", "dtype", "param_dtype",
     )  # fmt: skip
 
@@ -91,6 +112,8 @@ class Part(linen.Module):
             initializer=recipe.initializer if sampler == "portable" else recipe.with_sampler(sampler),
             residual=recipe.residual,
             multipliers=recipe.multipliers,
+            gains=recipe.gains,
+            own_laws=tuple(recipe.leaves),
             **options,
         )
 
@@ -113,10 +136,31 @@ class Part(linen.Module):
         role = role_of(name)
         if role is None:
             raise ConfigError(f"{name}: a parameter is named by its role, with a qualifier before it if it needs one")
-        closure = self.initializer(role, layer)
+        closure = self.closure("/".join((*self.path, str(name))), role, layer)
         boxed = linen.with_logical_partitioning(closure, tuple(axes))
         made: Any = self.param(str(name), boxed, tuple(shape), jnp.dtype(self.param_dtype))
         return made.astype(self.compute)
+
+    def closure(self, path: str, role: str, layer: Any = None) -> Callable[..., Any]:
+        """The closure of the leaf at this path: that of its own law, or of its role."""
+        return self.initializer(end_of(self.own_laws, path) or role, layer)
+
+    def gain(self, place: str, layer: Any = None) -> jax.Array | None:
+        """The learnable factor that acts at this place, in the compute dtype; None where there is none."""
+        gain = self.gains.get(place)
+        if gain is None:
+            return None
+        g = self.geometry
+        shape, axes = {
+            "scalar": ((), ()),
+            "channel": ((g.d_model,), ("features",)),
+            "head": ((g.num_heads, 1), ("heads", None)),
+            "key": ((g.num_kv_heads, g.head_dim), ("kv_heads", "head_dim")),
+            "hidden": ((1 + g.gated, g.d_ff), (None, "mlp")),
+            "vocab": ((self.vocab_padded,), ("vocab",)),
+        }[gain.shape]
+        stored = self.weight(f"{place}_{gain.role}", shape, axes, layer)
+        return stored if gain.scale == 1.0 else stored * jnp.asarray(gain.scale, stored.dtype)
 
     def factor(self, name: str) -> float:
         """A forward multiplier of the recipe: 1 where it has none."""
@@ -126,6 +170,11 @@ class Part(linen.Module):
         """x times the forward multiplier of this name."""
         factor = self.factor(name)
         return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
+
+    @property
+    def routed(self) -> bool:
+        """Whether the MLP is a mixture of experts."""
+        return self.geometry.num_experts > 0
 
     def shifted(self, x: jax.Array, place: str, layer: Any) -> jax.Array:
         """x plus a learnable scalar, where the residual rule has them (Fixup)."""

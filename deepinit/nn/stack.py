@@ -15,28 +15,43 @@ from deepinit.roles import STACK
 POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
-def run_layers(part: Part, x_BTD: jax.Array, mask_BT: jax.Array | None = None, **changes: Any) -> jax.Array:
+def run_layers(
+    part: Part,
+    x_BTD: jax.Array,
+    mask_BT: jax.Array | None = None,
+    values_LBTF: jax.Array | None = None,
+    **changes: Any,
+) -> jax.Array:
     """(B, T, D) -> (B, T, D) through the blocks, made inside `part` as `layers`, or as `layers_0`, `layers_1`, ...
 
-    A scanned layer's closures get its index as a scanned-over input, so the values are the same either way.
+    A scanned layer's closures get its index as a scanned-over input, so the values are the same either way. `values`
+    are added to attention's, layer by layer.
     """
     shared = part.shared() | changes
     block, num_layers = Block, part.geometry.num_layers
     if part.remat != "none":
         block = linen.remat(Block, prevent_cse=not part.scan, policy=POLICIES[part.remat])
+    backout = part.gain("backout")
+    x0_BTD = x_BTD if part.residual.x0_gate else None
+    stream: Any = x_BTD if backout is None else (x_BTD, x_BTD)
     if part.scan:
         block = linen.scan(
             block,
-            variable_axes={"params": 0, "stats": 0},
+            variable_axes={"params": 0, "stats": 0, "losses": 0, "taps": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(0, linen.broadcast),
+            in_axes=(0, linen.broadcast, linen.broadcast, 0),
             length=num_layers,
             metadata_params={linen.PARTITION_NAME: "layers"},
         )
-        return block(**shared, name=STACK)(x_BTD, jnp.arange(num_layers), mask_BT)[0]
-    for layer in range(num_layers):
-        x_BTD, _ = block(**shared, name=f"{STACK}_{layer}")(x_BTD, layer, mask_BT)
-    return x_BTD
+        stream, _ = block(**shared, name=STACK)(stream, jnp.arange(num_layers), mask_BT, x0_BTD, values_LBTF)
+    else:
+        for layer in range(num_layers):
+            values_BTF = None if values_LBTF is None else values_LBTF[layer]
+            stream, _ = block(**shared, name=f"{STACK}_{layer}")(stream, layer, mask_BT, x0_BTD, values_BTF)
+    if backout is None:
+        return stream
+    x_BTD, middle_BTD = stream
+    return x_BTD - backout * middle_BTD
 
 
 class Stack(Part):

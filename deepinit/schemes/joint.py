@@ -24,15 +24,14 @@ def ngpt(g: Geometry) -> Recipe:
     laws = fixed(g, "1/sqrt(d)")
     return Recipe(
         laws | divided(g, laws, "total"),
-        Residual(norm="none", gate=Gate(stored, "channel", "sublayer", scale=0.05 * root)),
+        Residual(norm="none", gate=Gate(stored, "channel", "sublayer", scale=0.05 * root), sphere=True),
         multipliers={"attention": g.head_dim**0.5},
         updates={r: Update(weight_decay=0.0) for r in MATRICES},
         gains={
-            "s_qk": Gate(stored, "head", "layer", scale=root),
-            "s_uv": Gate(1.0, "hidden", "layer", scale=root),
-            "s_z": Gate(stored, "vocab", "model", scale=root),
+            "s_qk": Gate(stored, "key", "layer", role=Role.BRANCH_SCALE, scale=root),
+            "s_uv": Gate(1.0, "hidden", "layer", role=Role.BRANCH_SCALE, scale=root),
+            "s_z": Gate(stored, "vocab", "model", role=Role.BRANCH_SCALE, scale=root),
         },
-        requires={"hypersphere": True},
         project="rows",
     )
 
@@ -48,10 +47,11 @@ def mimetic(
     z: Literal["1/sqrt(d)", "1/sqrt(h)"] = "1/sqrt(d)",
     std: Std = 0.02,
 ) -> Recipe:
-    """Head by head, W_q W_k^T = 0.7 Z + 0.7 I and W_v W_o = 0.4 Z - 0.4 I, each split by its singular values.
+    """W_q W_k^T = 0.7 Z + 0.7 I in each head, W_v W_o = 0.4 Z - 0.4 I over all heads, each split by singular values.
 
-    Z has std 1/sqrt(d); one text has 1/sqrt(h) for q and k (`z`). The sign of the second was found on images, and may
-    be the other for language. Rotary positions or a norm on q and k void the first. The rest is fixed_normal.
+    Of the first a head keeps the h largest. Z has std 1/sqrt(d); one text has 1/sqrt(h) for q and k (`z`). The sign of
+    the second was found on images, and may be the other for language. Rotary positions or a norm on q and k void the
+    first. Where query heads share a key, each has the best fit to a product of its own. The rest is fixed_normal.
     """
     d, h = g.d_model**-0.5, g.head_dim**-0.5
     scores = h if z == "1/sqrt(h)" else d
@@ -63,10 +63,10 @@ def mimetic(
     ]
     laws = fixed(g, std)
     for left, right, noise, identity, z_std in pairs:
-        for role, partner in ((left, right), (right, left)):
+        for side, role, partner in (("left", left, right), ("right", right, left)):
             if role in laws:
-                laws[role] = Factor(noise, identity, z_std, partner, f"{noise:g} Z {identity:+g} I")
-    return Recipe(laws, requires={"joint": True})
+                laws[role] = Factor(noise, identity, z_std, partner, side, f"{noise:g} Z {identity:+g} I")
+    return Recipe(laws)
 
 
 @register(

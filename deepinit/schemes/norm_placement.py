@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from deepinit.geometry import LAYER_MATRICES, OUTPUTS, QUERIES_KEYS, UPS, VALUES, Geometry
+from deepinit.errors import ConfigError
+from deepinit.geometry import LAYER_MATRICES, OUTPUTS, QUERIES_KEYS, UPS, VALUES, Geometry, Role
 from deepinit.laws import Constant
 from deepinit.recipe import Gate, Recipe, Residual
 from deepinit.schemes.common import (
@@ -74,15 +75,20 @@ def ds_init_code(g: Geometry) -> Recipe:
 
 
 @register("admin", source="arXiv:2004.08249; microsoft/admin-torch 08b6605 admin.py", norm="post")
-def admin(g: Geometry, *, growth: Literal["log n", "1", "n"] = "log n", learnable: bool = True) -> Recipe:
+def admin(
+    g: Geometry, *, growth: Literal["log n", "1", "n", "measured"] = "log n", learnable: bool = True
+) -> Recipe:
     """x <- LN(w x + F(x)), w one per feature, learnable, at first sqrt((R+1)/ln(R+1) - 1); Xavier uniform.
 
     R counts residual additions. `growth` is how far the output may move with the number n of them: w = sqrt(R) for "1",
-    1 for "n". The paper measures w on data instead, w_(i+1)^2 = Var(w_i x) + Var(F_i) from w_1 = 1, which must be done
-    for the very stack that is trained; the closed form is its authors' later one. `learnable=False` keeps w constant.
+    1 for "n". The paper measures w on data instead, w_(i+1)^2 = Var(w_i x) + Var(F_i) from w_1 = 1 (`measured`), which
+    must be done for the very stack that is trained: what was measured is kept with the run and refused elsewhere. The
+    closed form is its authors' later one. `learnable=False` keeps w constant.
     """
     r = g.num_residuals
-    omega = {"log n": math.sqrt((r + 1) / math.log(r + 1) - 1), "1": math.sqrt(r), "n": 1.0}[growth]
+    omega = {"log n": math.sqrt((r + 1) / math.log(r + 1) - 1), "1": math.sqrt(r)}.get(growth, 1.0)
+    if growth == "measured" and not learnable:
+        raise ConfigError("scheme admin: growth 'measured' gives learnable factors; got learnable false")
     rule = Residual(norm="post", skip=omega)
     if learnable:
         rule = Residual(norm="post", skip_gate=Gate(omega, "channel"))
@@ -90,7 +96,7 @@ def admin(g: Geometry, *, growth: Literal["log n", "1", "n"] = "log n", learnabl
         xavier_uniform(g) | unit_tables(g),
         rule,
         multipliers={"embed": math.sqrt(g.d_model)},
-        requires={"skip_gate": True} if learnable else {},
+        calibrate="skip" if growth == "measured" else "",
     )
 
 
@@ -103,8 +109,7 @@ def keel(g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total") -> Recipe:
     laws = fixed(g, std)
     return Recipe(
         laws | divided(g, laws, divisor),
-        Residual(norm="post", skip=float(g.num_residuals)),
-        requires={"inner_norm": True, "first_block": "pre"},
+        Residual(norm="post", skip=float(g.num_residuals), inner_norm=True),
     )
 
 
@@ -123,8 +128,8 @@ def hybridnorm(g: Geometry, *, std: Std = "sqrt(2/(5d))", cut: float = 3.0, corr
     laws = fixed(g, std, draw=truncated(cut, corrected))
     return Recipe(
         laws | divided(g, laws, "total"),
-        Residual(norm="post"),
-        requires={"qkv_norm": True, "mlp_residual": "after_norm"},
+        Residual(norm="post", placements=("post", "none")),
+        requires={"qk_norm": True, "v_norm": True, "parallel": False},
     )
 
 
@@ -167,7 +172,6 @@ def depth_scaled_sandwich(g: Geometry, *, c: float = 1.0, std: Std = 0.02) -> Re
         fixed(g, std),
         Residual(norm="sandwich"),
         leaves={"post_norm/norm_scale": gain},
-        requires={"leaf_laws": True},
     )
 
 
@@ -217,17 +221,21 @@ def subln_encdec_encoder(g: Geometry) -> Recipe:
 
 
 @register("normformer", source="arXiv:2110.09456", norm="pre", verified=False)
-def normformer(g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total") -> Recipe:
+def normformer(
+    g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total", residual_scale: bool = False
+) -> Recipe:
     """Pre-norm with a norm after attention, one after the first MLP matrix, and a learnable gain per head, 1 at first.
 
-    A learnable scale on the skip of the MLP is optional there (`residual_scale`, 1 at first). The paper does not state
-    the base weights: those of megatron are a choice.
+    A learnable scale on the skip of the MLP, one per feature and 1 at first, is optional there (`residual_scale`). The
+    paper does not state the base weights: those of megatron are a choice.
     """
     laws = fixed(g, std)
+    scale = Gate(1.0, "channel", "mlp", name="residual_scale") if residual_scale else None
     return Recipe(
         laws | divided(g, laws, divisor),
-        gains={"head_scale": Gate(1.0, "head"), "residual_scale": Gate(1.0, "channel")},
-        requires={"attn_post_norm": True, "mlp_inner_norm": True, "head_gain": True},
+        Residual(norm="pre", placements=("sandwich", "sub"), skip_gate=scale),
+        gains={"head": Gate(1.0, "head", role=Role.BRANCH_SCALE, name="head_scale")},
+        requires={"parallel": False},
     )
 
 

@@ -16,6 +16,8 @@ from deepinit.schemes.common import (
 from deepinit.schemes.registry import register
 
 TABLES = (Role.TOKEN_EMBED, Role.POS_EMBED)
+# Both have norms without a gain, on queries, keys and the embedding too, and a head of its own.
+SPEEDRUN = {"norm_gain": False, "qk_norm": True, "embed_norm": True, "tied_embeddings": False}
 
 
 def along(first: float, last: float, layers: int) -> tuple[float, ...]:
@@ -35,12 +37,16 @@ def nanochat(g: Geometry) -> Recipe:
     """q, k, v uniform of std 1/sqrt(d), up 0.4 of it, outputs 0; table N(0, 0.8^2), head N(0, 0.001^2).
 
     At the head of layer i, x <- w_i x + u_i x0, both learnable: w from 1.15 down to 1.05, u from 0.20 down to 0.05.
-    Norms have no gain, logits are capped softly at 15, and embeddings of the values are drawn as v. AdamW (tables and
-    head) learns at (d/768)^(-1/2), the matrices by Muon. Docstrings there still say 1.0 for the table and omit the 0.4.
+    Norms have no gain, one stands on the embedding, and logits are capped softly at 15. In every other layer, the last
+    among them, a table of its own adds to the values; it is drawn as v. The middle of the stack times 0.2 is taken off
+    its output (backout), and the token before times a learnable 0 is added to the embedding (smear); the small learned
+    gates that the code puts on smear and on the tables of values are left out here. AdamW (tables and head) learns at
+    (d/768)^(-1/2), the matrices by Muon. Docstrings there still say 1.0 for the table and omit the 0.4.
     """
     rate = Update(lr=(g.d_model / 768) ** -0.5)
+    laws = uniform(g, 1.0)
     return Recipe(
-        uniform(g, 1.0)
+        laws
         | uniform(g, 0.4, (*UPS, *GATES))
         | zeros(g, OUTPUTS)
         | fixed(g, 0.8, TABLES)
@@ -51,15 +57,12 @@ def nanochat(g: Geometry) -> Recipe:
             x0_gate=Gate(along(0.20, 0.05, g.num_layers), "scalar", "layer"),
         ),
         updates=dict.fromkeys(EMBEDDINGS_AND_HEAD, rate),
-        gains={"backout": Gate(0.2, share="model"), "smear": Gate(0.0, share="model")},
-        requires={
-            "skip_gate": True,
-            "x0_gate": True,
-            "norm_gain": False,
-            "value_embed": True,
-            "logit_softcap": 15.0,
-            "tied_embeddings": False,
+        leaves={"value_token_embed": laws[Role.ATTN_V]},
+        gains={
+            "backout": Gate(0.2, share="model", role=Role.BRANCH_SCALE),
+            "smear": Gate(0.0, share="model", role=Role.BRANCH_SCALE),
         },
+        requires=SPEEDRUN | {"value_embed": True, "logit_softcap": 15.0},
     )
 
 
@@ -76,5 +79,5 @@ def modded_nanogpt_medium(g: Geometry) -> Recipe:
             skip_gate=Gate(1.05, "scalar", "layer"),
             x0_gate=Gate(0.0, "scalar", "layer"),
         ),
-        requires={"skip_gate": True, "x0_gate": True, "norm_gain": False, "tied_embeddings": False},
+        requires=SPEEDRUN,
     )

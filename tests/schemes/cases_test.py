@@ -294,15 +294,13 @@ def test_what_a_scheme_presupposes():
     untied = GPT2.replace(tied_embeddings=False)
     for name, needs in {
         "gemma": {"norm_offset": True},
-        "admin": {"skip_gate": True},
-        "keel": {"inner_norm": True, "first_block": "pre"},
-        "ngpt": {"hypersphere": True},
-        "mimetic": {"joint": True},
-        "depth_scaled_sandwich": {"leaf_laws": True},
+        "hybridnorm": {"qk_norm": True, "v_norm": True, "parallel": False},
+        "normformer": {"parallel": False},
+        "admin": {},
     }.items():
         assert dict(recipe(name, untied).requires) == needs
-    assert recipe("nanochat", untied).requires["x0_gate"] is True
-    assert recipe("normformer", untied).requires["head_gain"] is True
+    nanochat = recipe("nanochat", untied).requires
+    assert (nanochat["norm_gain"], nanochat["embed_norm"], nanochat["logit_softcap"]) == (False, True, 15.0)
 
 
 def test_norm_offset():

@@ -34,7 +34,7 @@ ARGS = {"minicpm": {"base_width": 64}}
 # Sizes that a scheme is not for: it says which option it needs.
 REFUSED = {
     *((name, "tied") for name in ("fixup", "nanochat", "modded_nanogpt_medium", "completed_p")),
-    ("umup", "parallel"),
+    *((name, "parallel") for name in ("umup", "hybridnorm", "normformer")),
     ("umup", "decoder"),
 }
 PAIRS = [
