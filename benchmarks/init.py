@@ -10,7 +10,7 @@ import numpy as np
 
 import deepinit
 from benchmarks.harness import Race
-from deepinit import measure, roles, sharded_init, views
+from deepinit import measure, roles, sharded_init
 from deepinit.train.config import load
 
 
@@ -39,9 +39,9 @@ def run(rounds: int) -> Race:
     key = jax.random.key(0)
     theirs, floor = jax.jit(stock).lower(key).compile(), jax.jit(fill).lower(np.float32(1)).compile()
     params = ours(keys)
-    seen, arrays = views.own(params)
-    stacked = tuple(v.leaf.stacked for v in seen)
-    count = sum(x.size for x in arrays)
+    tree = trees.viewed(params, recipe.geometry)
+    stacked = tuple(leaf.stacked for leaf in tree.leaves)
+    count = sum(x.size for x in tree.arrays)
     race = Race(
         f"{count / 1e6:.1f} M parameters, truncated at 2 sigmas",
         "M",
@@ -51,7 +51,7 @@ def run(rounds: int) -> Race:
             "jax.random.truncated_normal, jit": lambda: jax.block_until_ready(theirs(key)),
             "constant fill (write floor)": lambda: jax.block_until_ready(floor(np.float32(1))),
             "verify (the measuring pass)": lambda: jax.block_until_ready(
-                measure.measure(arrays, tuple(seen), stacked, [None] * len(seen))
+                measure.measure(tree.arrays, tuple(tree.views), stacked, [None] * len(tree.views))
             ),
         },
     ).run(rounds)

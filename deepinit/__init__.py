@@ -20,9 +20,10 @@ _WHERE = {
     "deepinit.sharded_init": ("init_sharded",),
     "deepinit.invariants": ("verify",),
     "deepinit.digests": ("digest",),
+    "deepinit.reinits": ("reinit",),
     "deepinit.replays": ("replay",),
 }
-_MODULES = ("initializers", "laws", "nn", "roles", "sampler", "schemes")
+_MODULES = ("initializers", "interop", "laws", "nn", "roles", "sampler", "schemes")
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
 
 __version__ = "0.1.0"

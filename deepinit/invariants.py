@@ -8,19 +8,19 @@ indices are drawn again in NumPy and compared bit for bit, which is no matter of
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import chex
 import numpy as np
 
-from deepinit import digests, measure, replays, roles
+from deepinit import digests, measure, replays
 from deepinit.deviations import normal_tail, std_deviation
-from deepinit.errors import ConfigError, unknown
+from deepinit.errors import unknown
+from deepinit.interop import trees
 from deepinit.judge import TESTS, Judge, count_matrices, duplicates
 from deepinit.recipe import Recipe
 from deepinit.verdict import Row, Verdict
-from deepinit.views import View
+from deepinit.views import on_device
 
 __all__ = ["FALSE_ALARM", "Row", "Verdict", "inspect", "normal_tail", "std_deviation", "verify"]
 
@@ -80,8 +80,9 @@ def inspect(
     if replay is not None and replay not in REPLAYS:
         raise unknown("replay", replay, REPLAYS)
     began = time.perf_counter()
-    seen, arrays = viewed(params, recipe, roles)
-    stacked = tuple(digested_by_layer(seen, len(arrays)))
+    tree = trees.viewed(params, recipe.geometry, roles)
+    seen, arrays = tree.views, on_device(tree.arrays)
+    stacked = tuple(leaf.stacked for leaf in tree.leaves)
     drawable = [seed is not None and replay == "sample" and replays.drawable(v, recipe) for v in seen]
     samples = [measure.sample(v) if d else None for v, d in zip(seen, drawable)]
     at = [None if s is None else np.asarray(v.positions(*s), np.int32) for v, s in zip(seen, samples)]
@@ -99,28 +100,5 @@ def inspect(
         rows += judge.rows(i, view, arrays[view.array], measures[i])
     rows += judge.pooled()
     rows += count_matrices(seen, recipe)
-    digest = digests.combine(leaves_of(seen, arrays), lanes)
+    digest = digests.combine(list(zip(tree.leaves, arrays)), lanes)
     return Verdict(tuple(rows), digest, recipe.name, threshold, time.perf_counter() - began, replayed)
-
-
-def viewed(params: Any, recipe: Recipe, table: Any = None) -> tuple[list[View], list[Any]]:
-    """(views, arrays) of a tree: by the names of its leaves, by a table, or by the preset that knows its names."""
-    from deepinit.interop import trees
-
-    return trees.viewed(params, recipe.geometry, table)
-
-
-def digested_by_layer(seen: Sequence[View], arrays: int) -> list[bool]:
-    """Of every array, whether its digest counts its first axis as layers."""
-    found = [False] * arrays
-    for view in seen:
-        found[view.array] = roles.locate(view.leaf.path).stacked
-    return found
-
-
-def leaves_of(seen: Sequence[View], arrays: Sequence[Any]) -> list[tuple[roles.Leaf, Any]]:
-    """Every array with what its own path says, as `deepinit.digest` has it."""
-    paths: Mapping[int, str] = {v.array: v.leaf.path for v in seen}
-    if len(paths) < len(arrays):
-        raise ConfigError("some arrays of the tree belong to no leaf")
-    return [(roles.locate(paths[i]), x) for i, x in enumerate(arrays)]

@@ -161,7 +161,8 @@ class Judge:
 def row_maker(view: View, x: Any, m: Measured, n: int) -> Callable[..., Row]:
     """make(layer, finding, law, part): a row on some layers of one leaf."""
     total, square = (np.asarray(m[k], np.float64).sum(1) for k in ("total", "square"))
-    std = np.sqrt(np.maximum(square / n - (total / n) ** 2, 0))
+    with np.errstate(invalid="ignore"):  # values that are not finite
+        std = np.sqrt(np.maximum(square / n - (total / n) ** 2, 0))
     peak = np.maximum(np.abs(m["low"]), np.abs(m["high"]))
 
     def make(layer: int | None, found: Finding, law: Distribution | None, part: slice) -> Row:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from deepinit import roles
 from deepinit.geometry import Role
 from deepinit.roles import Leaf
 
@@ -121,17 +120,6 @@ class View:
         layer = moved[:, self.axes.index("L")] if "L" in self.axes else np.zeros(len(moved), np.int64)
         inside = [moved[:, k] for k in self.order if self.axes[k] not in "S1L"]
         return layer, np.ravel_multi_index(inside, self.canonical) if inside else np.zeros(len(moved), np.int64)
-
-
-def own(tree: Any) -> tuple[list[View], list[Any]]:
-    """(views, arrays) of a tree whose leaves are named by their roles."""
-    found: list[View] = []
-    arrays: list[Any] = []
-    for leaf, x in roles.leaves(tree):
-        axes = ("L" if leaf.stacked else "") + "x" * (np.ndim(x) - leaf.stacked)
-        found.append(View(leaf, len(arrays), tuple(np.shape(x)), axes))
-        arrays.append(x)
-    return found, on_device(arrays)
 
 
 def on_device(arrays: Sequence[Any]) -> list[Any]:
