@@ -49,7 +49,8 @@ class Race:
     def table(self) -> str:
         """A line a case: work per CPU-second and per wall second, the spread, and the ratio to the first case."""
         first = next(iter(self.cases))
-        lines = [self.title, f"{'':34}{self.unit + '/cpu-s':>18}{'min .. max':>20}{'per wall s':>12}{'cpu / first':>13}"]
+        head = f"{'':34}{self.unit + '/cpu-s':>18}{'min .. max':>20}{'per wall s':>12}{'cpu / first':>13}"
+        lines = [self.title, head]
         for name in self.cases:
             rates = sorted(self.work / s for s in self.cpu[name])
             spread = f"{rates[0]:.4g} .. {rates[-1]:.4g}"

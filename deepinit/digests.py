@@ -1,9 +1,9 @@
 """The digest of a parameter tree: one for every layout, scanned or unrolled, on any mesh and any jax.
 
-Integer arithmetic in one pass on the devices. Along the last axis, every 32 entries' mixed bits are summed modulo 2^32 with
-an odd multiplier each; these sums are mixed again and summed per layer in four lanes, with odd hashes of their position. The
-host hashes the lanes with the leaves' canonical paths. A row of zeros adds nothing, so padding a vocabulary does not change
-the digest.
+Integer arithmetic in one pass on the devices. Along the last axis, every 32 entries' mixed bits are summed modulo 2^32
+with an odd multiplier each; these sums are mixed again and summed per layer in four lanes, with odd hashes of their
+position. The host hashes the lanes with the leaves' canonical paths. A row of zeros adds nothing, so padding a
+vocabulary does not change the digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 32  # a sum this short stays in vector registers: 8 times faster here th
 
 
 def mix(x: Any) -> Any:
-    """murmur3's 32-bit finalizer: a bijection with mix(0) = 0."""
+    """The 32-bit finalizer of murmur3, a bijection that leaves 0 at 0."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
