@@ -69,21 +69,22 @@ def run(args: list[str]) -> int:
         return 0
     if args[0] not in VERBS:
         raise ConfigError(f"unknown command {args[0]!r}{nearest(args[0], VERBS)}")
-    verb = args[0]
-    parser = Parser(prog=f"deepinit {verb}", description=VERBS[verb], allow_abbrev=False, add_help=False)
+    verb, *args = args
+    # taken here: as argparse's positional it would swallow the value of the first flag that argparse does not know
+    scheme = args.pop(0) if verb == "explain" and args and not args[0].startswith("-") else ""
+    name = "deepinit explain [SCHEME]" if verb == "explain" else f"deepinit {verb}"
+    parser = Parser(prog=name, description=VERBS[verb], allow_abbrev=False, add_help=False)
     parser.add_argument("--help", "-h", action="store_true")
     if verb == "schemes":
         parser.add_argument("--names", action="store_true", help="names only, one a line")
     else:
         parser.add_argument("--config", action="append", default=[], metavar="FILE", help="read first; may be repeated")
-    if verb == "explain":
-        parser.add_argument("scheme", nargs="?", help="instead of the config's")
     if verb in ("check", "train"):
         for name, (kind, default, what) in START.items():
             parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=what)
     if verb != "train":
         parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    options, flags = parser.parse_known_args(args[1:])
+    options, flags = parser.parse_known_args(args, argparse.Namespace(scheme=scheme))
     if options.help:
         return show_help(parser, verb)
     if verb == "schemes" and flags:
