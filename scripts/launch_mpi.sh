@@ -31,6 +31,7 @@ fi
 for name in XLA_FLAGS JAX_PLATFORMS; do
   if [[ -n ${!name:-} ]]; then command+=(-x "$name"); fi
 done
+if [[ ! -t 1 ]]; then command+=(-x TTY_COMPATIBLE=0); fi # mpirun gives its children a terminal of their own
 command+=("$deepinit" train --cluster openmpi)
 if [[ -n $coordinator ]]; then command+=(--coordinator "$coordinator"); fi
 command+=("$@")
