@@ -22,6 +22,7 @@ _WHERE = {
     "deepinit.digests": ("digest",),
     "deepinit.reinits": ("reinit",),
     "deepinit.replays": ("replay",),
+    "deepinit.signal.predict": ("predict",),
 }
 _MODULES = ("initializers", "interop", "laws", "nn", "roles", "sampler", "schemes")
 _HOME = {name: module for module, names in _WHERE.items() for name in names}

@@ -18,6 +18,9 @@ VERBS = {
     "schemes": "list the schemes that --scheme.name takes",
     "explain": "the numbers of a scheme at a config's sizes, with formula and source; allocates nothing",
     "check": "initialize on the mesh and verify every parameter; no training",
+    "predict": "variance, update and loss by depth from the recipe alone, at any size; allocates nothing",
+    "probe": "the same measured on the real model and mesh beside the prediction, with a verdict",
+    "compare": "several schemes side by side, predicted and measured",
     "train": "pre-train: init, verify, then steps",
 }
 
@@ -33,6 +36,20 @@ START: dict[str, tuple[Any, Any, str]] = {
         "seconds without a step after which a process says where it stands and ends; 0: never",
     ),
 }
+
+SIGNAL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "schemes": ({"metavar": "A,B", "help": "these schemes instead of the config's"}, ("predict", "compare", "coord")),
+    "report": ({"metavar": "DIR", "help": "write report.html, PNG pictures and report.json there"},
+               ("predict", "probe", "compare", "coord")),
+    "seq-len": ({"type": int, "default": 0, "help": "positions; 0: max_seq_len, at most 256"}, ("predict",)),
+    "repetition": ({"type": float, "default": 0.0, "help": "rate at which two positions hold one token"}, ("predict",)),
+    "x0": ({"type": float, "default": 0.0, "help": "variance of the stack's input; 0: the embedding's"}, ("predict",)),
+    "tokens": ({"choices": ("text", "random"), "default": "text", "help": "from data.files, or uniformly random"},
+               ("probe", "compare")),
+    "quick": ({"action": "store_true", "help": "without the effect of each role's step on the logits"},
+              ("probe", "compare")),
+}  # fmt: skip
+"""Flag -> its argparse settings, and the verbs that have it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,6 +99,9 @@ def run(args: list[str]) -> int:
     if verb in ("check", "train"):
         for name, (kind, default, what) in START.items():
             parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=what)
+    for name, (settings, verbs) in SIGNAL.items():
+        if verb in verbs:
+            parser.add_argument(f"--{name}", **settings)
     if verb != "train":
         parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options, flags = parser.parse_known_args(args, argparse.Namespace(scheme=scheme))
@@ -180,3 +200,24 @@ def placed(options: argparse.Namespace) -> Any:
     from deepinit.train.distributed import Start
 
     return Start(**{name: getattr(options, name) for name in START})
+
+
+def predict(options: argparse.Namespace, flags: list[str]) -> int:
+    """Predict the signal."""
+    from deepinit.signal import commands
+
+    return commands.predict(options, flags)
+
+
+def probe(options: argparse.Namespace, flags: list[str]) -> int:
+    """Measure the signal beside the prediction."""
+    from deepinit.signal import commands
+
+    return commands.probe(options, flags)
+
+
+def compare(options: argparse.Namespace, flags: list[str]) -> int:
+    """Several schemes side by side."""
+    from deepinit.signal import commands
+
+    return commands.compare(options, flags)

@@ -1,0 +1,226 @@
+"""What a drawn model does at step 0, measured on its mesh in one compiled pass over the scanned stack.
+
+Forward and backward once, with statistics kept and the stream's gradient tapped; the first step of SGD and of the
+configured optimizer; and, to first order, what each role's step alone does to the logits of some tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from deepinit import roles
+from deepinit.geometry import VECTORS, Role
+from deepinit.nn.stats import COLLECTION, TAPS
+from deepinit.recipe import Recipe
+from deepinit.roles import STACK, Leaf
+from deepinit.signal.measured import Measured, RoleSignal
+
+FACTORS = (Role.RESIDUAL_GATE, Role.BRANCH_SCALE)
+EFFECT_TOKENS = 64
+"""Positions of a sequence on whose logits a role's step is followed."""
+ByRole = dict[str, jax.Array]
+
+
+def probe(
+    model: Any,
+    recipe: Recipe,
+    params: Any,
+    tokens: Any,
+    update: Callable[[Any, Any], Any],
+    rates: Any,
+    *,
+    effects: int = 1,
+) -> Measured:
+    """Measure one batch; under `jax.set_mesh`, on parameters laid out as they train.
+
+    Args:
+      model: a `deepinit.nn.Decoder`; dropout is off.
+      recipe: that of the model.
+      params: its parameters.
+      tokens: (B, T + 1) whole numbers, each row T inputs and their T targets.
+      update: (gradients, parameters) -> what the configured optimizer's first step adds.
+      rates: the tree of an SGD step's learning rates.
+      effects: sequences on whose first logits each role's step is followed; 0: none.
+    """
+    run = jax.jit(lambda p, t: measure(model, p, t, update, rates, effects)).lower(params, tokens).compile()
+    began = time.perf_counter()
+    found = jax.block_until_ready(run(params, tokens))
+    seconds = time.perf_counter() - began
+    return collect(jax.device_get(found), params, recipe, np.shape(tokens), seconds)
+
+
+def measure(model: Any, params: Any, tokens: jax.Array, update: Any, rates: Any, effects: int) -> dict[str, Any]:
+    """Everything that a probe keeps, small arrays only; traced under jit."""
+    taps = taps_of(model)
+    value = jax.value_and_grad(lambda p, t: observed_loss(model, p, t, tokens), argnums=(0, 1), has_aux=True)
+    (loss, seen), (grads, tapped) = value(params, taps)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    steps = {"sgd": jax.tree.map(lambda r, g: -r * g, rates, grads), "optimizer": update(grads, params)}
+    out = {
+        "loss": loss,
+        "stats": seen["stats"],
+        "logits": seen["logits"],
+        "gradient2": by_layer(tapped, model.geometry.num_layers),
+        "weight2": by_role(params, square),
+        "role_gradient2": by_role(grads, square),
+        "zero": by_role(grads, lambda g: (g == 0).astype(jnp.float32)),
+        "step2": {name: by_role(step, square) for name, step in steps.items()},
+        "gates": gates(params),
+    }
+    if effects:
+        short = tokens[:effects, : min(EFFECT_TOKENS, tokens.shape[1] - 1)]
+        out["effects"] = {name: effect_by_role(model, params, step, short) for name, step in steps.items()}
+    return out
+
+
+def observed_loss(model: Any, params: Any, taps: Any, tokens: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+    """(mean loss, statistics and facts of the logits) of inputs tokens[:, :-1] and targets tokens[:, 1:]."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    logits, kept = model.apply({"params": params, TAPS: taps}, inputs, mutable=[COLLECTION])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    real = logits[..., : model.geometry.vocab_size]
+    own = jnp.take_along_axis(real, inputs[..., None], -1)[..., 0]
+    others = (jnp.sum(jnp.square(real)) - jnp.sum(jnp.square(own))) / (real.size - own.size)
+    return losses.mean(), {"stats": kept[COLLECTION], "logits": (others, own.mean())}
+
+
+def taps_of(model: Any) -> dict[str, Any]:
+    """Zeros that make every layer of the model, and its stack's input, tell the gradient that passes."""
+    zero, layers = jnp.zeros(()), model.geometry.num_layers
+    if model.scan:
+        return {"gradient": zero, STACK: {"gradient": jnp.zeros(layers)}}
+    return {"gradient": zero, **{f"{STACK}_{i}": {"gradient": zero} for i in range(layers)}}
+
+
+def by_layer(taps: Mapping[str, Any], layers: int) -> jax.Array:
+    """(L + 1,) from the tree of taps."""
+    stack = taps[STACK]["gradient"] if STACK in taps else [taps[f"{STACK}_{i}"]["gradient"] for i in range(layers)]
+    return jnp.concatenate([jnp.asarray(taps["gradient"])[None], jnp.asarray(stack)])
+
+
+# --- sums by role ------------------------------------------------------------------------------------------------
+
+
+def square(x: jax.Array) -> jax.Array:
+    """x^2 in float32."""
+    return jnp.square(x.astype(jnp.float32))
+
+
+def key(leaf: Leaf) -> str:
+    """What a leaf is counted under: its role; a vector outside the stack, by module; without a role, its path."""
+    if leaf.role is None:
+        return leaf.canonical
+    inside = leaf.canonical.startswith(f"{STACK}/")
+    return str(leaf.role) if inside or leaf.role not in VECTORS else "/".join(leaf.canonical.split("/")[-2:])
+
+
+def by_role(tree: Any, f: Callable[[jax.Array], jax.Array]) -> ByRole:
+    """Sums of f over the entries of each role, (L,) inside the stack, (1,) outside."""
+    sums: ByRole = {}
+    unrolled: dict[str, dict[int, jax.Array]] = {}
+    for leaf, x in roles.leaves(tree):
+        if leaf.layer is not None:
+            row = unrolled.setdefault(key(leaf), {})
+            row[leaf.layer] = row.get(leaf.layer, jnp.zeros(())) + jnp.sum(f(x))
+            continue
+        total = jnp.sum(f(x), axis=tuple(range(1, x.ndim))) if leaf.stacked else jnp.sum(f(x))[None]
+        sums[key(leaf)] = sums.get(key(leaf), jnp.zeros(())) + total
+    return sums | {k: jnp.stack([row[i] for i in sorted(row)]) for k, row in unrolled.items()}
+
+
+def sizes(tree: Any) -> dict[str, int]:
+    """Entries that each role has in one layer."""
+    counts: dict[str, list[int]] = {}
+    for leaf, x in roles.leaves(tree):
+        count = int(np.prod(x.shape[1:])) if leaf.stacked else int(x.size)
+        counts.setdefault(key(leaf), []).append(count if not leaf.layer else 0)  # of an unrolled stack, layer 0 counts
+    return {k: sum(v) for k, v in counts.items()}
+
+
+def gates(params: Any) -> dict[str, jax.Array]:
+    """Mean absolute value of every learnable factor, by canonical path and layer."""
+    found: dict[str, list[jax.Array]] = {}
+    for leaf, x in roles.leaves(params):
+        if leaf.role in FACTORS:
+            size = jnp.abs(x.astype(jnp.float32))
+            rows = size.reshape(x.shape[0], -1).mean(1) if leaf.stacked else size.mean()[None]
+            found.setdefault(leaf.canonical, []).append(rows)
+    return {path: jnp.concatenate(rows) for path, rows in found.items()}
+
+
+def effect_by_role(model: Any, params: Any, step: Any, tokens: jax.Array) -> ByRole:
+    """RMS change of the logits by each role's part of a step, to first order."""
+    leaves = roles.leaves(params)
+    names = list(dict.fromkeys(key(leaf) for leaf, _ in leaves))
+    picks = np.asarray([[key(leaf) == name for leaf, _ in leaves] for name in names], np.float32)
+    tree = jax.tree.structure(params)
+
+    def logits(p: Any) -> jax.Array:
+        return model.apply({"params": p}, tokens)[..., : model.geometry.vocab_size]
+
+    def one(pick: jax.Array) -> jax.Array:
+        some = jax.tree.unflatten(tree, list(pick))
+        direction = jax.tree.map(lambda m, u, p: (m * u).astype(p.dtype), some, step, params)
+        return jnp.sqrt(jnp.mean(jnp.square(jax.jvp(logits, (params,), (direction,))[1].astype(jnp.float32))))
+
+    return dict(zip(names, jax.lax.map(one, jnp.asarray(picks))))
+
+
+# --- on the host -------------------------------------------------------------------------------------------------
+
+
+def collect(found: Mapping[str, Any], params: Any, recipe: Recipe, shape: tuple[int, ...], seconds: float) -> Measured:
+    """The numbers of a pass as a `Measured`."""
+    layers = layered(found["stats"], recipe.geometry.num_layers)
+    names = recipe.geometry.additions
+    branch = np.stack([layers[f"{kind}_residual"]["branch_ms"] for kind in names], 1).ravel()
+    count = sizes(params)
+    steps = {name: {k: np.asarray(v) for k, v in step.items()} for name, step in found["step2"].items()}
+    signals = {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for role, weight2 in found["weight2"].items():
+            weight2 = np.asarray(weight2, np.float64)
+            ratio = {name: np.where(s[role] > 0, np.sqrt(s[role] / weight2), 0.0) for name, s in steps.items()}
+            effect = {name: float(e[role]) for name, e in found.get("effects", {}).items()}
+            signals[role] = RoleSignal(
+                weight_rms=np.sqrt(weight2 / count[role]),
+                gradient=np.sqrt(np.asarray(found["role_gradient2"][role], np.float64)),
+                zero_gradient=np.asarray(found["zero"][role]) / count[role],
+                sgd_update=ratio["sgd"],
+                update=ratio["optimizer"],
+                sgd_effect=effect.get("sgd", float("nan")),
+                effect=effect.get("optimizer", float("nan")),
+            )
+    stats = found["stats"]
+    return Measured(
+        scheme=recipe.name,
+        layers=recipe.geometry.num_layers,
+        batch=shape[0],
+        seq_len=shape[1] - 1,
+        variance=np.concatenate([np.ravel(stats["embed_ms"]), np.ravel(layers["stream_ms"])]).astype(np.float64),
+        branch=branch.astype(np.float64),
+        correlation=np.concatenate([np.ravel(stats["embed_corr"]), np.ravel(layers["stream_corr"])]).astype(np.float64),
+        entropy=np.ravel(layers["attention"]["entropy"]),
+        scores=np.ravel(layers["attention"]["scores"]),
+        gradient=np.sqrt(np.asarray(found["gradient2"], np.float64)),
+        roles=signals,
+        gates={path: np.asarray(v) for path, v in found["gates"].items()},
+        loss=float(found["loss"]),
+        logit_variance=float(found["logits"][0]),
+        own_logit=float(found["logits"][1]),
+        seconds=seconds,
+    )
+
+
+def layered(stats: Mapping[str, Any], layers: int) -> Any:
+    """What the layers kept, with a leading layer axis whether they were scanned or not."""
+    if STACK in stats:
+        return stats[STACK]
+    return jax.tree.map(lambda *xs: np.stack(xs), *(stats[f"{STACK}_{i}"] for i in range(layers)))
