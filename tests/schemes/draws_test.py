@@ -8,7 +8,7 @@ import pytest
 
 from deepinit.geometry import VECTORS, Geometry
 from deepinit.laws import Constant, External, Factor, Orthogonal
-from deepinit.replays import replay
+from deepinit.replays import redrawn
 from deepinit.schemes.registry import recipe, scheme_names
 
 G = Geometry(num_layers=5, d_model=64, num_heads=8, num_kv_heads=4, d_ff=160, vocab_size=100, num_experts=2)
@@ -28,7 +28,7 @@ def test_drawn_values(name):
             if (law, role in VECTORS) in seen:
                 continue
             seen.add((law, role in VECTORS))
-            values = replay(r, role, np.arange(N), layer=layer)
+            values = redrawn(law, role, np.arange(N), layer=layer)  # more entries than a matrix has
             assert values.dtype == np.float32
             for x, rounding in ((values, 2.0**-24), (values.astype(ml_dtypes.bfloat16), 2.0**-8)):
                 x = x.astype(np.float64)
