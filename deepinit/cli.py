@@ -70,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `deepinit schemes | head`
         sys.stderr.close()
         return 0
+    except KeyboardInterrupt:  # before a run has anything to save; the loop itself saves and says how to go on
+        print("deepinit: interrupted", file=sys.stderr)
+        return 130
 
 
 def run(args: list[str]) -> int:
@@ -221,3 +224,7 @@ def compare(options: argparse.Namespace, flags: list[str]) -> int:
     from deepinit.signal import commands
 
     return commands.compare(options, flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
