@@ -73,7 +73,7 @@ def scores(g: Geometry, law: Factor, words: sampler.Words) -> jax.Array:
 
 
 def values(g: Geometry, law: Factor, words: sampler.Words) -> jax.Array:
-    """Values or outputs: one product for all heads, its largest K h; output heads that share values share the product."""
+    """Values or outputs: the K h largest of one product for all heads; outputs that share values share their part."""
     rank, group = g.num_kv_heads * g.head_dim, g.num_heads // g.num_kv_heads
     if rank > g.d_model:
         raise ConfigError(

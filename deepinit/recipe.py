@@ -134,7 +134,7 @@ class Residual:
         return self.placements[kind == "mlp"] if self.placements else self.norm
 
     def final_norm(self, num_layers: int) -> bool:
-        """Whether the stack needs a norm behind it: there are norms, and the last one does not stand on the last sum."""
+        """Whether the stack needs a norm behind it: there are norms, and the last one is not on the last sum."""
         ends_normed = self.placement("mlp") == "post" and not (self.inner_norm and num_layers == 1)
         return self.norm != "none" and not ends_normed
 
@@ -286,9 +286,10 @@ class Recipe:
 
     def calibrated(self, skip: tuple[float, ...], note: str) -> Recipe:
         """The recipe with measured factors on the skip, one for each residual addition; `note` says on what."""
-        assert self.residual.skip_gate
-        rule = self.residual.replace(skip_gate=dataclasses.replace(self.residual.skip_gate, value=skip))
-        leaves = {k: v for k, v in self.leaves.items() if not k.endswith(f"skip_{rule.skip_gate.role}")}
+        gate = self.residual.skip_gate
+        assert gate is not None
+        rule = self.residual.replace(skip_gate=dataclasses.replace(gate, value=skip))
+        leaves = {k: v for k, v in self.leaves.items() if not k.endswith(f"skip_{gate.role}")}
         leaves |= gate_leaves(rule, self.gains, self.geometry)
         made = dataclasses.replace(
             self,
@@ -321,6 +322,7 @@ class Recipe:
             return self
         if not isinstance(scale, Constant):
             raise ConfigError(f"scheme {self.name}: norm_scale is {scale}, which has no 1 + w form")
+
         def moved(law: Distribution) -> Distribution:
             return Constant(laws.each(lambda v: v - 1.0, law.parameter), law.formula)
 

@@ -7,6 +7,7 @@ apart, so that compile time does not grow with depth.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -91,11 +92,10 @@ def with_pairs(model: Any, params: Any, seed: int, shared: Mapping[str, str]) ->
         located = [(roles.locate(found[i][0]), found[i][1]) for i in members]
         words = slot_keys(seed, "/".join([*stack, shared.get(role, role)]), located)
         with jax.set_mesh(alone):
-            drawn = jax.jit(lambda words, located=located: draw_slot(model, located, words))(words)
+            drawn = jax.jit(functools.partial(draw_slot, model, located))(words)
         for i, made in zip(members, drawn):
             path, old = found[i]
-            host = np.asarray(made)
-            found[i] = path, jax.make_array_from_callback(old.shape, old.sharding, lambda at, host=host: host[at])
+            found[i] = path, jax.make_array_from_callback(old.shape, old.sharding, np.asarray(made).__getitem__)
     return jax.tree.unflatten(structure, [x for _, x in found])
 
 

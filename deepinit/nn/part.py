@@ -78,8 +78,8 @@ class Part(linen.Module):
 
     OPTIONS: ClassVar[tuple[str, ...]] = (
         "norm", "norm_offset", "norm_eps", "norm_gain", "embed_norm", "positions", "rope_theta", "bias", "qk_norm",
-        "v_norm", "value_embed", "logit_softcap", "experts_per_token", "balance_loss", "dispatch", "dropout", "scan", "remat",
-        "fused_qkv", "fused_gate_up", "vocab_multiple", "dtype", "param_dtype",
+        "v_norm", "value_embed", "logit_softcap", "experts_per_token", "balance_loss", "dispatch", "dropout", "scan",
+        "remat", "fused_qkv", "fused_gate_up", "vocab_multiple", "dtype", "param_dtype",
     )  # fmt: skip
 
     @classmethod

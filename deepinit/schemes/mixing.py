@@ -35,7 +35,9 @@ def overridden(made: Recipe, overrides: Mapping[str, Mapping[str, Any]]) -> Reci
     """
     weights, updates, changes = dict(made.weights), dict(made.updates), list(made.changes)
     for name, given in overrides.items():
-        role = Role.of(name)
+        if name not in Role._value2member_map_:
+            raise unknown("scheme.overrides: role", name, weights)
+        role = Role(name)
         if role not in weights:
             raise unknown(f"scheme.overrides: these sizes have no {role}; role", role, weights)
         if not isinstance(given, Mapping):
@@ -106,12 +108,14 @@ def mixed(
     gates: dict[str, Distribution] = {
         r: rule.weights[r] for r in (Role.RESIDUAL_GATE, Role.BRANCH_SCALE, Role.BRANCH_SHIFT)
     }
-    leaves = {**laws.leaves, **rule.leaves}
+    leaves, gains = {**laws.leaves, **rule.leaves}, {**laws.gains, **rule.gains}
     made = dataclasses.replace(
         laws,
         weights=Laws({**laws.weights, **gates}, leaves),
         leaves=FrozenMap(leaves),
+        gains=FrozenMap(gains),
         residual=rule.residual,
+        calibrate=rule.calibrate,
         requires=FrozenMap({**rule.requires, **laws.requires}),
         source=f"{laws.source}; residual rule of {rule.name}: {rule.source}",
         changes=(*laws.changes, f"residual rule of {rule.name}", *remarks(laws, rule)),

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from deepinit import calibration
+from deepinit.calibration import Calibration
 from deepinit.invariants import Verdict, inspect
 from deepinit.nn import Decoder
 from deepinit.recipe import Recipe
 from deepinit.sharded_init import init_sharded
-from deepinit.sharding import make_mesh
+from deepinit.sharding import batch_sharding, make_mesh
+from deepinit.train import data
 from deepinit.train.config import Config
 
 
@@ -26,15 +30,46 @@ class Birth:
     mesh: Mesh
     params: Any
     verdict: Verdict
+    calibration: Calibration | None = None
+    """What was measured on data, for a scheme that asks for it."""
 
 
 def born(config: Config, replay: str | None = "sample") -> Birth:
-    """Build, initialize on the mesh, verify; `replay` says how many weights are drawn again (`deepinit.verify`)."""
+    """Build, initialize on the mesh, verify; `replay` says how many weights are drawn again (`deepinit.verify`).
+
+    Where the scheme has numbers that are measured on data, they are: on the first batch, unless there are some already.
+    """
     recipe = config.recipe()
     model = Decoder.from_recipe(recipe, **config.model_options())
     mesh = make_mesh(dataclasses.asdict(config.mesh))
+    found = None
     with jax.set_mesh(mesh):
         params = init_sharded(model, recipe, mesh, config.train.seed)
+        if recipe.calibrate:
+            found = known(config) or calibration.measure(model, recipe, params, first_tokens(config, mesh))
+            recipe = found.applied(recipe, known_path(config))
+            model = Decoder.from_recipe(recipe, **config.model_options())
+            params = init_sharded(model, recipe, mesh, config.train.seed)
         portable = config.scheme.sampler == "portable"  # stock draws cannot be drawn again one by one
         verdict = inspect(params, recipe, seed=config.train.seed if portable else None, replay=replay)
-    return Birth(recipe, model, mesh, params, verdict)
+    return Birth(recipe, model, mesh, params, verdict, found)
+
+
+def known_path(config: Config) -> str:
+    """Where numbers measured before would stand: the file that the config names, or that of the run to go on with."""
+    return config.scheme.calibration or str(Path(config.train.run_dir) / calibration.FILE)
+
+
+def known(config: Config) -> Calibration | None:
+    """Numbers that were measured before, if there are any."""
+    path = known_path(config)
+    exists = config.scheme.calibration or (config.train.run_dir and Path(path).exists())
+    return calibration.read(path) if exists else None
+
+
+def first_tokens(config: Config, mesh: Mesh) -> jax.Array:
+    """The inputs of the first batch, as much of it as is taken at once."""
+    part = config.train.batch_size // config.train.accumulate
+    found = data.load(config.data, batch_size=config.train.batch_size, eval_batch_size=part, eval_batches=1)
+    tokens = found.train[0]["tokens"][:part, :-1]
+    return jax.make_array_from_callback(tokens.shape, batch_sharding(mesh), lambda at: tokens[at])

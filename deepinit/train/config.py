@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from deepinit import layout
+from deepinit import calibration, layout
 from deepinit.errors import ConfigError
 from deepinit.geometry import Geometry
 from deepinit.recipe import FrozenMap, Recipe
@@ -116,7 +116,15 @@ class SchemeConfig:
     name: str = "small_init_scaled"
     """A name of `deepinit schemes`."""
     args: FrozenMap[Any] = field(default_factory=FrozenMap)
-    """The scheme's hyperparameters; naming another scheme drops those given before it."""
+    """The scheme's hyperparameters. Naming another scheme drops these, and all below but the sampler."""
+    residual: str = ""
+    """A scheme whose residual rule takes the place of the scheme's own; empty: none."""
+    residual_args: FrozenMap[Any] = field(default_factory=FrozenMap)
+    """The hyperparameters of that one."""
+    overrides: FrozenMap[FrozenMap[Any]] = field(default_factory=FrozenMap)
+    """Other numbers by role: std, law, cut, value, lr, weight_decay, eps."""
+    calibration: str = ""
+    """A calibration.json of another run of this very model, for schemes that measure; empty: measure."""
     sampler: Literal["portable", "jax"] = "portable"
     """Draws that are the same bits everywhere, or the stock draws of jax.random."""
 
@@ -160,7 +168,9 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled decay (times lr) of matrices; norms, biases, gates, branch scales and shifts never decay."""
+    """Decay of matrices; norms, biases, gates, branch scales and shifts never decay."""
+    decay: Literal["decoupled", "independent", "coupled"] = "decoupled"
+    """Times lr; times the schedule alone, not its peak; or added to the gradient, as L2 loss."""
     decay_embeddings: bool = True
     """Whether token and position embeddings decay, as in GPT-2's recipes."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -235,11 +245,21 @@ class Config:
         return Geometry(**{f.name: getattr(self.model, f.name) for f in dataclasses.fields(Geometry)})
 
     def recipe(self) -> Recipe:
-        """What the scheme says at these sizes."""
-        from deepinit.schemes import registry
+        """What the scheme says at these sizes, changed as `scheme` says."""
+        from deepinit.schemes import mixing, registry
 
         placement = None if self.model.norm_placement == "auto" else self.model.norm_placement
-        recipe = registry.recipe(self.scheme.name, self.geometry(), norm=placement, **self.scheme.args)
+        s = self.scheme
+        if s.residual:
+            recipe = mixing.mixed(
+                s.name, s.residual, self.geometry(), norm=placement, weights_args=s.args, residual_args=s.residual_args
+            )
+        elif s.residual_args:
+            given = dict(s.residual_args)
+            raise ConfigError(f"scheme.residual_args: {given} without a scheme.residual that takes them")
+        else:
+            recipe = registry.recipe(s.name, self.geometry(), norm=placement, **s.args)
+        recipe = mixing.overridden(recipe, s.overrides) if s.overrides else recipe
         return recipe.with_norm_offset() if self.model.norm_offset else recipe
 
     def model_options(self) -> dict[str, Any]:
@@ -289,9 +309,19 @@ class Config:
         self.check_ranges()
         self.check_model()
         self.check_run()
+        from deepinit.schemes import registry
+
         recipe = self.recipe()
         if recipe.name == "external":
             raise ConfigError("scheme.name: 'external' leaves the weights to a Python caller; a run needs a scheme")
+        if missing := registry.undecided(self.scheme.name, self.scheme.args):
+            own = getattr(self.model, MODEL_SIZE[missing[0]])
+            raise ConfigError(
+                f"scheme.args.{missing[0]}: scheme {recipe.name} needs that of the model whose rates were tuned; "
+                f"nearest: {own}, this model's own, which makes it the standard scheme"
+            )
+        if self.scheme.calibration:
+            calibration.read(self.scheme.calibration).check(recipe, self.scheme.calibration)
         for option, wanted in recipe.requires.items():
             values = accepted(wanted)
             needs = f"scheme {recipe.name} needs model.{option} {' or '.join(_yaml(v) for v in values)}"
@@ -367,6 +397,8 @@ class Config:
 
 
 INF = float("inf")
+# Which of a model's sizes a base is a base of.
+MODEL_SIZE = {"base_width": "d_model", "base_depth": "num_layers"}
 RANGES: tuple[tuple[str, str, float, float], ...] = (
     ("model", "dropout", 0, 0.99),
     ("model", "norm_eps", 0, INF),
@@ -436,9 +468,11 @@ def overlaid(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
     for section, fields in high.items():
         old, new = out.setdefault(section, {}), dict(fields)
         if section == "scheme":
-            same = new.get("name", old.get("name")) == old.get("name")
-            args = {**(old.get("args", {}) if same else {}), **new.get("args", {})}
-            new["args"] = args
+            if new.get("name", old.get("name")) != old.get("name"):
+                old = out[section] = {k: v for k, v in old.items() if k == "sampler"}
+            new |= {k: {**old.get(k, {}), **new.get(k, {})} for k in ("args", "residual_args") if k in (*old, *new)}
+            roles = {**old.get("overrides", {}), **new.get("overrides", {})}
+            new["overrides"] = {r: {**old.get("overrides", {}).get(r, {}), **of} for r, of in roles.items()}
         old.update(new)
     return out
 

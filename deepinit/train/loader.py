@@ -39,6 +39,11 @@ def is_mapping(kind: Any) -> bool:
     return typing.get_origin(kind) is FrozenMap
 
 
+def names_of(kind: Any) -> int:
+    """How many free names come before a value of this field."""
+    return 1 + names_of(typing.get_args(kind)[0]) if is_mapping(kind) else 0
+
+
 # ---------------------------------------------------------------------------------------------- building
 
 
@@ -94,7 +99,11 @@ def convert(kind: Any, value: Any, path: str) -> Any:
     if is_mapping(kind):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path}: expected names and values, got {value!r}")
-        return FrozenMap({str(k): free(v, f"{path}.{k}") for k, v in value.items()})
+        inner = args[0]
+        return FrozenMap(
+            {str(k): convert(inner, v, f"{path}.{k}") if is_mapping(inner) else free(v, f"{path}.{k}")
+             for k, v in value.items()}
+        )  # fmt: skip
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise ConfigError(f"{path}: {value} is not finite")
@@ -186,8 +195,8 @@ def flags(root: type, arguments: Iterable[str]) -> Iterator[dict[str, Any]]:
         kind = types_of(section).get(path[1])
         if kind is None:
             raise unknown_field(root, path[0], path[1])
-        if len(path) != (3 if is_mapping(kind) else 2):
-            raise ConfigError(f"{name}: write --{path[0]}.{path[1]}{'.name' if is_mapping(kind) else ''} value")
+        if len(path) != 2 + names_of(kind):
+            raise ConfigError(f"{name}: write --{path[0]}.{path[1]}{'.name' * names_of(kind)} value")
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"{name}: needs a value")

@@ -13,6 +13,8 @@ import jax
 import optax
 from rich.console import Console
 
+from deepinit import calibration
+from deepinit.projection import project
 from deepinit.train import checkpoint, distributed, folder, optimizer, step
 from deepinit.train import data as text
 from deepinit.train.birth import Birth, born
@@ -123,7 +125,10 @@ class Run:
     def loop(self, state: step.TrainState, shardings: Any, tx: optax.GradientTransformation, start: int) -> int:
         """Dispatch a step, read the metrics of the one before, evaluate, save."""
         config, screen, t, end = self.config, self.screen, self.config.train, self.config.last_step
-        pure = step.train_step(self.birth.model, tx, optimizer.schedule(config), t.seed, config.model.dropout > 0)
+        lr, recipe = optimizer.schedule(config), self.birth.recipe
+        pure = step.train_step(
+            self.birth.model, tx, lr, t.seed, config.model.dropout > 0, lambda params: project(params, recipe)
+        )
         screen.start(start)
         self.beat("compiling")
         batch = self.batch(start)
@@ -200,6 +205,8 @@ class Run:
         distributed.sync("compared")
         if distributed.first():
             folder.write(self.folder, self.config, self.birth.recipe, self.init)
+            if measured := self.birth.calibration:
+                measured.write(self.folder / calibration.FILE)
 
     def read(self, done: int, metrics: step.Metrics, ballot: Any) -> tuple[int, int]:
         """Wait for the metrics of a step, keep and show them; (how many steps in a row were bad, the vote to stop)."""

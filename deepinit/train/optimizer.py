@@ -69,7 +69,9 @@ def decays(role: Role, config: OptimizerConfig) -> bool:
     return role not in VECTORS and (config.decay_embeddings or role not in EMBEDDINGS)
 
 
-def groups(params: Any, recipe: Recipe, config: OptimizerConfig, role_of: RoleOf = roles.role_of) -> Any:
+def groups(
+    params: Any, recipe: Recipe, config: OptimizerConfig, role_of: RoleOf = roles.role_of, gains: bool = True
+) -> Any:
     """The tree with a `Group` for every parameter; boxed trees give that of the unboxed.
 
     Args:
@@ -77,9 +79,11 @@ def groups(params: Any, recipe: Recipe, config: OptimizerConfig, role_of: RoleOf
       recipe: its `updates` hold the factors by role.
       config: says whether embeddings decay.
       role_of: path -> role, by default read from the leaf's name.
+      gains: whether the model's norms have gains, which must not decay.
 
     Raises:
-      ConfigError: a parameter has no role; or nothing decays, or everything although there are norms.
+      ConfigError: a parameter has no role; or nothing decays although the scheme has it, or everything although there
+        are norms.
     """
 
     def group(path: Any, _: Any) -> Group:
@@ -90,11 +94,11 @@ def groups(params: Any, recipe: Recipe, config: OptimizerConfig, role_of: RoleOf
         return Group(update.lr, update.weight_decay if decays(role, config) else 0.0, update.eps)
 
     tree = jax.tree.map_with_path(group, roles.unboxed(params))
-    if config.weight_decay:
+    if config.weight_decay and any(u.weight_decay for u in recipe.updates.values()):
         mask = [g.weight_decay > 0 for g in jax.tree.leaves(tree, is_leaf=is_group)]
         if not any(mask):
             raise ConfigError("optimizer.weight_decay: no parameter would decay; are the roles right?")
-        if all(mask) and recipe.residual.norm != "none":
+        if all(mask) and gains and recipe.residual.norm != "none":
             raise ConfigError("optimizer.weight_decay: every parameter would decay, norms too; are the roles right?")
     return tree
 
@@ -110,10 +114,13 @@ def decay_mask(params: Any, recipe: Recipe, config: OptimizerConfig, role_of: Ro
 
 
 def make(config: Config, recipe: Recipe, params: Any, role_of: RoleOf = roles.role_of) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW for each group of parameters.
+    """Clipping by global norm, then Adam with weight decay for each group of parameters.
 
     The update of a parameter is -lr f_lr (m / (sqrt(v) + eps f_eps) + weight_decay f_decay w), with f the factors of
-    its role: decay is decoupled (Loshchilov & Hutter 2019) and its rate follows the group's learning rate.
+    its role: decay is `decoupled` (Loshchilov & Hutter 2019) and its rate follows the group's learning rate. Where it
+    is `independent`, the second term is divided by the schedule's peak, so that no peak moves it (Wortsman et al. 2023,
+    arXiv:2309.14322); where it is `coupled`, weight_decay f_decay w is added to the gradient and goes through the
+    moments, as Adam with an L2 loss has it.
 
     Args:
       config: the run's settings.
@@ -122,14 +129,16 @@ def make(config: Config, recipe: Recipe, params: Any, role_of: RoleOf = roles.ro
       role_of: path -> role.
     """
     o, lr = config.optimizer, schedule(config)
-    tree = groups(params, recipe, o, role_of)
+    tree = groups(params, recipe, o, role_of, config.model.norm_gain)
 
     def adamw(g: Group) -> optax.GradientTransformation:
-        return optax.chain(
-            optax.scale_by_adam(*o.betas, eps=o.eps * g.eps, mu_dtype=jnp.float32),
-            optax.add_decayed_weights(o.weight_decay * g.weight_decay) if g.weight_decay else optax.identity(),
-            optax.scale_by_learning_rate(lambda count: lr(count) * g.lr),
-        )
+        rate = o.weight_decay * g.weight_decay
+        if o.decay == "independent":
+            rate = rate / o.lr if o.lr else 0.0
+        decay = optax.add_decayed_weights(rate) if rate else optax.identity()
+        adam = optax.scale_by_adam(*o.betas, eps=o.eps * g.eps, mu_dtype=jnp.float32)
+        order = (decay, adam) if o.decay == "coupled" else (adam, decay)
+        return optax.chain(*order, optax.scale_by_learning_rate(lambda count: lr(count) * g.lr))
 
     kinds = {g.label: g for g in jax.tree.leaves(tree, is_leaf=is_group)}
     labels = jax.tree.map(lambda g: g.label, tree, is_leaf=is_group)

@@ -58,11 +58,21 @@ def released(state: TrainState) -> TrainState:
 
 def loss_sums(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array]:
     """(sum of the targets' losses in nats, number of targets), both float32; with a key, dropout is on."""
+    return objective(model, params, batch, key)[1]
+
+
+def objective(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """What is minimized, and `loss_sums`: the same loss, plus, times the targets, what the experts' load costs."""
     inputs_BT, targets_BT = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    rngs = {} if key is None else {"dropout": key}
-    logits_BTV = model.apply({"params": params}, inputs_BT, deterministic=key is None, rngs=rngs)
+    options = {"deterministic": key is None, "rngs": {} if key is None else {"dropout": key}}
+    if balanced := getattr(model, "balance_loss", 0.0):
+        logits_BTV, kept = model.apply({"params": params}, inputs_BT, mutable=["losses"], **options)
+    else:
+        logits_BTV = model.apply({"params": params}, inputs_BT, **options)
     losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
-    return jnp.sum(losses_BT * batch["weights"]), jnp.sum(batch["weights"])
+    loss, targets = jnp.sum(losses_BT * batch["weights"]), jnp.sum(batch["weights"])
+    total = loss + targets * sum(map(jnp.sum, jax.tree.leaves(kept))) if balanced else loss
+    return total, (loss, targets)
 
 
 def gradients(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, Any]:
@@ -74,7 +84,7 @@ def gradients(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax
     def part(carry: Any, xs: Any) -> tuple[Any, None]:
         i, piece = xs
         own = None if key is None else jax.random.fold_in(key, i)
-        (loss, tokens), grads = jax.value_and_grad(lambda p: loss_sums(model, p, piece, own), has_aux=True)(params)
+        (_, (loss, tokens)), grads = jax.value_and_grad(lambda p: objective(model, p, piece, own), has_aux=True)(params)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         return jax.tree.map(jnp.add, carry, (loss, tokens, grads)), None
 
@@ -88,9 +98,14 @@ def gradients(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax
 
 
 def train_step(
-    model: Any, tx: optax.GradientTransformation, lr: Schedule, seed: int, dropout: bool
+    model: Any,
+    tx: optax.GradientTransformation,
+    lr: Schedule,
+    seed: int,
+    dropout: bool,
+    project: Callable[[Any], Any] = lambda params: params,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-    """The pure function (state, batch) -> (state, metrics).
+    """The pure function (state, batch) -> (state, metrics); `project` is applied to the parameters after each update.
 
     A loss or gradient that is not finite leaves parameters and optimizer as they were, and is counted. The dropout key
     follows from (seed, step, part) alone, so that a resumed run draws the masks of an uninterrupted one.
@@ -102,7 +117,7 @@ def train_step(
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        new = optimizer.apply_updates(state.params, updates), opt_state
+        new = project(optimizer.apply_updates(state.params, updates)), opt_state
         old = state.params, state.opt_state
         params, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
         bad = (~finite).astype(jnp.int32)

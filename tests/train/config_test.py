@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from deepinit.errors import ConfigError
 from deepinit.geometry import Geometry
 from deepinit.recipe import FrozenMap
+from deepinit.schemes.registry import scheme_names, undecided
 from deepinit.train import config as configs
 from deepinit.train import loader
 from deepinit.train.config import Config, load
@@ -49,6 +50,7 @@ def values(kind):
     if loader.is_mapping(kind):
         names = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
         plain = FREE.filter(lambda v: not isinstance(v, str) or loader.free(v, "") == v)
+        plain = values(args[0]) if loader.is_mapping(args[0]) else plain
         return st.dictionaries(names, plain, max_size=3).map(FrozenMap)
     return {
         int: st.integers(-(2**63), 2**63),
@@ -239,15 +241,61 @@ def test_types_of_parameters_and_activations_are_apart():
     assert config.model_options()["param_dtype"] == "float32"
 
 
-SCHEMES = [
-    "glorot_normal", "glorot_uniform", "he_normal", "lecun_normal", "fixed_normal", "gpt2", "megatron", "small_init",
-    "small_init_scaled", "modern", "modern_small", "post_ln", "deepnorm", "rezero", "fixup",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [n for n in scheme_names() if n != "external"])
 def test_every_scheme_passes_the_check(name):
-    assert load([], ["--scheme.name", name]).check().name == name
+    base = {"base_width": 128, "base_depth": 4}
+    flags = [part for k in undecided(name, ()) for part in (f"--scheme.args.{k}", str(base[k]))]
+    assert load([], ["--scheme.name", name, *flags]).check().name == name
+
+
+# ---------------------------------------------------------------------------------------------- changed schemes
+
+
+def test_numbers_of_a_role_are_changed_from_file_and_flags(tmp_path):
+    text = "scheme: {name: gpt2, overrides: {attn_out: {std: 0.003}, lm_head: {value: 0}}}\n"
+    config = load([written(tmp_path, text)], ["--scheme.overrides.attn_out.lr", "0.5"])
+    recipe = config.check()
+    assert recipe.weights["attn_out"].std == 0.003
+    assert recipe.updates["attn_out"].lr == 0.5
+    assert recipe.weights["lm_head"].bound == 0
+    assert recipe.changes == ("attn_out: std 0.003, lr 0.5", "lm_head: value 0")
+    assert Config.from_dict(loader.parse(config.to_yaml())) == config
+
+
+def test_another_scheme_drops_what_was_changed_in_the_first(tmp_path):
+    text = "scheme: {name: gpt2, residual: rezero, sampler: jax, overrides: {attn_out: {std: 0.003}}}\n"
+    scheme = load([written(tmp_path, text)], ["--scheme.name", "opt"]).scheme
+    assert (scheme.residual, scheme.overrides, scheme.sampler) == ("", {}, "jax")
+
+
+def test_the_residual_rule_of_another_scheme():
+    flags = "--scheme.name gpt2 --scheme.residual rezero --scheme.residual-args.share sublayer"
+    recipe = load([], flags.split()).check()
+    assert recipe.residual.gate.share == "sublayer"
+    assert recipe.weights["attn_out"].std == pytest.approx(0.02 / 8**0.5)
+    assert any("gated as well" in change for change in recipe.changes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--scheme.overrides.attn_o.std 1", ["scheme", "attn_o", "'attn_out'"]),
+        ("--scheme.overrides.attn_out 1", ["--scheme.overrides.name.name value"]),
+        ("--scheme.overrides.attn_out.sdt 1", ["scheme.overrides.attn_out", "sdt", "'std'"]),
+        ("--scheme.name gpt2 --scheme.residual deepnorm", ["deepnorm", "its own weights"]),
+        ("--scheme.name zero_out --scheme.residual rezero", ["zero", "one branch"]),
+        ("--scheme.residual-args.share layer", ["scheme.residual_args", "share", "scheme.residual"]),
+        # case B61
+        ("--scheme.name mup", ["scheme.args.base_width", "mup", "nearest: 128"]),
+        ("--scheme.name completep --scheme.args.base_width 64", ["scheme.args.base_depth", "nearest: 4"]),
+        ("--model.num-experts 4 --model.experts-per-token 5", ["experts_per_token: 5", "nearest: 4"]),
+        ("--model.num-experts 4 --model.fused-gate-up true", ["model.fused_gate_up", "experts"]),
+        ("--scheme.name megatron --scheme.calibration pyproject.toml", ["scheme.calibration", "pyproject.toml"]),
+    ],
+)
+def test_changes_that_are_refused(flags, parts):
+    text = one_line(lambda: load([], flags.split()).check())
+    assert all(part in text for part in parts), text
 
 
 def test_an_option_that_nobody_set_is_as_the_scheme_wants_it(tmp_path):
