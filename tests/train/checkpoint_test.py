@@ -1,17 +1,28 @@
 """Saving while the run goes on, and strict restores: containers, types, shapes, layouts."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinit.errors import ConfigError
+from deepinit.nn import Decoder
+from deepinit.sharded_init import init_sharded
 from deepinit.sharding import make_mesh
-from deepinit.train import optimizer, step
-from deepinit.train.checkpoint import Checkpoints
+from deepinit.train import checkpoint, optimizer, step, transplant
+from deepinit.train.checkpoint import CheckpointError, Checkpoints
 from deepinit.train.config import load
 
+ROOT = Path(__file__).parents[2]
 MESH = {"fsdp": 2, "tensor": 2}
 
 
@@ -137,3 +148,233 @@ def test_a_half_written_step_does_not_count(checkpoints):
     again.save(2, state, {})
     again.close()
     assert Checkpoints(checkpoints.folder).latest == 2
+
+
+# ---------------------------------------------------------------------------------------------- meshes and structures
+
+
+def trained(mesh_sizes, scan=True, layers=3, steps=1, seed=0, **model):
+    """A tiny model's state after some updates with gradients of ones, on a mesh."""
+    sizes = {"model__num_layers": layers, "model__d_model": 16, "model__num_heads": 2, "model__d_ff": 32}
+    config = load().replace(**{**sizes, **model}, model__scan=scan, train__seed=seed)
+    recipe = config.check()
+    mesh = make_mesh(mesh_sizes)
+    model = Decoder.from_recipe(recipe, **config.model_options())
+    params = init_sharded(model, recipe, mesh, seed)
+    tx = optimizer.make(config, recipe, params)
+    state, shardings = step.create(params, tx, mesh)
+    for _ in range(steps):
+        state = advance(shardings, tx)(state)
+    return state
+
+
+def by_path(state):
+    return {path: np.asarray(x) for path, x in transplant.flat(state)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A scanned state on (fsdp 4, tensor 2), and its checkpoint."""
+    state = trained({"fsdp": 4, "tensor": 2})
+    c = Checkpoints(tmp_path_factory.mktemp("saved") / "checkpoints")
+    c.save(7, state, {"tokens": 1})
+    c.close()
+    return by_path(state), c.folder
+
+
+# case B71
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"fsdp": 1, "tensor": 2}, {"data": 2, "tensor": 2}, {"fsdp": 8}])
+def test_any_mesh(saved, sizes):
+    values, folder = saved
+    fresh = trained(sizes, steps=0, seed=1)
+    got, _, origins = checkpoint.read(folder / "7", fresh)
+    jax.tree.map(np.testing.assert_array_equal, by_path(got), values)
+    assert [x.sharding for x in jax.tree.leaves(got)] == [x.sharding for x in jax.tree.leaves(fresh)]
+    assert {path: str(o) for path, o in origins.items()} == {path: path for path in values}
+
+
+# cases B72 and B76
+def test_scanned_to_unrolled_and_back_is_exact(saved, tmp_path):
+    values, folder = saved
+    fresh = trained({"fsdp": 2}, scan=False, steps=0, seed=1)
+    got, _, origins = checkpoint.read(folder / "7", fresh)
+    unrolled = by_path(got)
+    moved = [path for path in unrolled if "layers_" in path]
+    assert len(moved) == 3 * 3 * 9  # parameters and two moments of three layers with nine leaves
+    for path in moved:
+        stack, layer = transplant.stacked_form(path)
+        np.testing.assert_array_equal(unrolled[path], values[stack][layer])
+        assert str(origins[path]) == f"{stack}[{layer}]"
+    assert [x.sharding for x in jax.tree.leaves(got)] == [x.sharding for x in jax.tree.leaves(fresh)]
+
+    c = Checkpoints(tmp_path / "checkpoints")
+    c.save(8, got, {})
+    c.close()
+    back, _, origins = checkpoint.read(c.folder / "8", trained({"tensor": 2}, steps=0, seed=1))
+    jax.tree.map(np.testing.assert_array_equal, by_path(back), values)
+    stack = "params/layers/attention/attn_q"
+    assert str(origins[stack]) == "params/layers_0/attention/attn_q ... params/layers_2/attention/attn_q"
+
+
+# case B72: no byte of the optimizer is read
+def test_parameters_alone(saved, tmp_path):
+    values, folder = saved
+    only = tmp_path / "only"
+    shutil.copytree(folder, only)
+    fresh = trained({"fsdp": 2}, steps=0, seed=1)
+    before = by_path(fresh)
+    got, _, origins = checkpoint.read(epath.Path(only / "7"), fresh, "params")
+    for path, value in by_path(got).items():
+        mine = path.startswith("params/")
+        np.testing.assert_array_equal(value, values[path] if mine else before[path])
+        assert str(origins[path]) == (path if mine else "initial")
+
+
+def test_what_is_asked_for_is_what_is_read(saved, monkeypatch):
+    values, folder = saved
+    asked = []
+    real = checkpoint.fetch
+    monkeypatch.setattr(checkpoint, "fetch", lambda f, tree, needed: asked.append(needed) or real(f, tree, needed))
+    fresh = trained({}, steps=0, seed=1)
+    got, _, _ = checkpoint.read(folder / "7", fresh, "list", ["params/layers/attention/*", "*/lm_head"])
+    assert {path.split("/")[0] for path in asked[0]} == {"params", "opt_state"}
+    new, before = by_path(got), by_path(fresh)
+    for path, value in new.items():
+        hit = path.startswith("params/layers/attention/") or path.endswith("/lm_head")
+        assert (path in asked[0]) == hit
+        np.testing.assert_array_equal(value, (values if hit else before)[path])
+    with pytest.raises(ConfigError, match=r"train.load_paths: 'params/layer/\*' takes no leaf"):
+        checkpoint.read(folder / "7", fresh, "list", ["params/layer/*"])
+
+
+# case B15: another depth is never built from what is there
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (
+            {"layers": 4},
+            r"params/layers/attention/attn_q is \[3, 16, 2, 8\] float32 there, \[4, 16, 2, 8\] float32 here",
+        ),
+        ({"layers": 4, "scan": False}, r"has no params/layers_3/attention/attn_q, here \[16, 2, 8\] float32"),
+        ({"layers": 2, "scan": False}, "params/layers/attention/attn_q has 3 layers there, 2 here"),
+        ({"model__d_ff": 64}, r"params/layers/mlp/mlp_up is \[3, 16, 32\] float32 there, \[3, 16, 64\] float32 here"),
+        ({"model__qk_norm": True}, r"has no params/layers/attention/q_norm/\S+, here"),
+        ({"model__tied_embeddings": True}, r"has params/lm_head, \[256, 16\] float32, which this run lacks"),
+    ],
+)
+def test_another_model_is_refused_with_every_path(saved, change, shown):
+    _, folder = saved
+    with pytest.raises(ConfigError, match=shown) as e:
+        checkpoint.read(folder / "7", trained({}, steps=0, **change))
+    assert "\n" not in str(e.value)
+    assert str(e.value).count(";") >= 3  # the moments too
+
+
+# ---------------------------------------------------------------------------------------------- damage
+
+
+def cut(folder):
+    """Halve the largest file."""
+    largest = max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    return largest
+
+
+def two_steps(folder):
+    first, shardings, tx = made()
+    c = Checkpoints(folder)
+    c.save(1, first, {})
+    values = host(first)
+    state = advance(shardings, tx)(first)
+    c.save(2, state, {})
+    c.close()
+    return values
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_truncated_newest_falls_back_to_the_one_before(tmp_path, known):
+    values = two_steps(tmp_path / "c")
+    cut(tmp_path / "c" / "2")
+    if not known:  # killed before the sizes were written down: the values tell, or orbax itself
+        (tmp_path / "c" / "2.files.json").unlink()
+    again = Checkpoints(tmp_path / "c")
+    got = again.resume(step.released(made(fill=3.0)[0]))
+    assert got.step == 1
+    jax.tree.map(np.testing.assert_array_equal, host(got.state), values)
+    (said,) = got.said
+    assert "c/2 is damaged: " in said
+    assert ("bytes, written were" in said) == known
+    assert again.latest == 1
+    assert (tmp_path / "c" / "damaged-2").exists()
+    again.save(2, got.state, {})
+    again.close()
+    assert Checkpoints(tmp_path / "c").latest == 2
+
+
+def test_no_whole_checkpoint_is_an_error(tmp_path):
+    two_steps(tmp_path / "c")
+    for name in "12":
+        cut(tmp_path / "c" / name)
+    with pytest.raises(CheckpointError, match=r"c/2 is damaged: .*; .*c/1 is damaged: "):
+        Checkpoints(tmp_path / "c").resume(made()[0])
+
+
+def test_other_values_than_those_saved_are_damage(tmp_path):
+    two_steps(tmp_path / "c")
+    meta = tmp_path / "c" / "2" / "meta" / "metadata"
+    record = json.loads(meta.read_text())
+    record["sums"]["params/attn_q"]["0"][0] ^= 1
+    meta.write_text(json.dumps(record))
+    (tmp_path / "c" / "2.files.json").unlink()
+    got = Checkpoints(tmp_path / "c").resume(made()[0])
+    assert got.step == 1
+    assert "the values of params/attn_q are not those that were saved" in got.said[0]
+
+
+@pytest.mark.parametrize("what", [np.nan, np.inf])
+def test_a_state_that_is_not_finite_is_never_saved(checkpoints, what):
+    state, _, _ = made()
+    checkpoints.save(1, state, {})
+    bad = state.params["attn_q"].at[3, 4].set(what)
+    with pytest.raises(CheckpointError, match="after step 2 is not finite and was not saved: params/attn_q"):
+        checkpoints.save(2, state.replace(params={**state.params, "attn_q": bad}), {})
+    assert checkpoints.latest == 1
+
+
+# case B74
+def test_a_folder_that_became_read_only_is_heard_of(tmp_path):
+    """In a process without root's right to write anywhere."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import tests.conftest
+from tests.train.checkpoint_test import made
+from deepinit.train.checkpoint import CheckpointError, Checkpoints
+state, _, _ = made()
+c = Checkpoints("checkpoints")
+c.save(1, state, {{}})
+c.wait()
+os.chmod("checkpoints", 0o500)
+try:
+    c.save(2, state, {{}})
+    c.wait()
+except CheckpointError as e:
+    print(e)
+print(c.latest)
+os.chmod("checkpoints", 0o700)
+"""
+    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    got = subprocess.run([*drop, sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert got.returncode == 0, got.stderr[-2000:]
+    *_, why, latest = got.stdout.splitlines()
+    assert "could not be written: PermissionError" in why
+    assert latest == "1"
+
+
+def test_a_run_is_found_by_its_folder(saved):
+    _, folder = saved
+    assert checkpoint.locate(folder) == folder / "7"
+    assert checkpoint.locate(folder.parent) == folder / "7"
+    assert checkpoint.locate(folder / "7") == folder / "7"
+    with pytest.raises(ConfigError, match="there is no checkpoint in"):
+        checkpoint.locate(folder / "nowhere")
