@@ -13,7 +13,7 @@ from typing import Any
 import chex
 import numpy as np
 
-from deepinit import digests, measure, replays
+from deepinit import digests, joint, measure, replays
 from deepinit.deviations import normal_tail, std_deviation
 from deepinit.errors import unknown
 from deepinit.interop import trees
@@ -89,7 +89,7 @@ def inspect(
     lanes, measures = measure.measured(arrays, seen, stacked, at)
     layers = sum(v.layers for v in seen)
     threshold = normal_tail(FALSE_ALARM / (TESTS * max(layers, 1) + 2 * len(seen) + 4))
-    judge = Judge(recipe, threshold, strict, duplicates(seen, measures))
+    judge = Judge(recipe, threshold, strict, duplicates(seen, measures), products=joint.complaints(seen, arrays, recipe))
     replayed = 0
     if seed is not None and replay == "full":
         judge.replays, replayed = replays.compare_all(seen, arrays, recipe, seed)

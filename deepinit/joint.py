@@ -6,6 +6,7 @@ Singular values come from LAPACK, whose bits differ between machines: like the o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from deepinit import sampler
 from deepinit.errors import ConfigError
 from deepinit.geometry import OUTPUTS, QUERIES_KEYS, Geometry, Role
 from deepinit.laws import Factor
+from deepinit.recipe import Recipe
+from deepinit.views import View
 
 
 def closure(g: Geometry, role: Role, law: Factor) -> Callable[..., jax.Array]:
@@ -85,3 +88,95 @@ def values(g: Geometry, law: Factor, words: sampler.Words) -> jax.Array:
         return (u * jnp.sqrt(s))[:, :rank].reshape(g.d_model, g.num_kv_heads, g.head_dim)
     rows = (v * jnp.sqrt(s))[:, :rank].T.reshape(g.num_kv_heads, 1, g.head_dim, g.d_model)
     return jnp.repeat(rows / group, group, axis=1).reshape(g.num_heads, g.head_dim, g.d_model)
+
+
+# --- judging -----------------------------------------------------------------------------------------------------
+
+SIMULATED = 384
+"""Width at which the spectrum of a product is computed: it depends on the width through z_std sqrt(d) alone."""
+
+
+def complaints(views: Sequence[View], arrays: Sequence[Any], recipe: Recipe) -> dict[int, list[str]]:
+    """View -> layer by layer, what is wrong with the factors of a product; "" where nothing is.
+
+    A factor's columns are orthogonal and as long as its partner's, since both are singular vectors times sqrt(S); their
+    mean square, and how far left and right point the same way, are those of a Z + b I, to a tenth.
+    """
+    g = recipe.geometry
+    places = {(v.leaf.role, v.leaf.canonical.rpartition("/")[0], v.leaf.layer): i for i, v in enumerate(views)}
+    found: dict[int, list[str]] = {}
+    for (role, parent, layer), i in places.items():
+        law = recipe.weights.get(role) if role else None
+        if not isinstance(law, Factor) or law.side != "left":
+            continue
+        j = places.get((Role(law.partner), parent, layer))
+        if j is None or views[i].layers != views[j].layers:
+            found[i] = [f"stands alone: {law.partner} is not beside it"] * views[i].layers
+            continue
+        pair = [columns(views[k].take(arrays[views[k].array]), views[k].leaf.role, g) for k in (i, j)]
+        facts = jax.device_get(measured(*pair))
+        ulp = max(float(jnp.finfo(arrays[views[k].array].dtype).eps) for k in (i, j))
+        said = [
+            complaint(law, g, pair[0].shape, {k: v[n] for k, v in facts.items()}, ulp) for n in range(views[i].layers)
+        ]
+        found[i], found[j] = said, said
+    return found
+
+
+def columns(x: Any, role: Role | None, g: Geometry) -> Any:
+    """(layers, blocks, d, rank): the factors of a layer, one for each key head, or one for all heads."""
+    layers, group = x.shape[0], g.num_heads // g.num_kv_heads
+    if role in OUTPUTS:  # outputs of a group share a factor, each with a part of it
+        rows = x.reshape(layers, g.num_kv_heads, group, g.head_dim, g.d_model).sum(2)
+        return rows.reshape(layers, 1, -1, g.d_model).swapaxes(2, 3)
+    if role not in QUERIES_KEYS:
+        return x.reshape(layers, 1, g.d_model, -1)
+    heads = x.reshape(layers, g.d_model, g.num_kv_heads, -1, g.head_dim)[:, :, :, 0]
+    return heads.swapaxes(1, 2)
+
+
+@jax.jit
+def measured(left: jax.Array, right: jax.Array) -> dict[str, jax.Array]:
+    """Per layer: the mean square length of left columns; and in units of it, the largest product of two columns, the
+    largest difference between a left and a right one's length, and the mean product of a left with its right one.
+    """
+    left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+    grams = [jnp.einsum("lbdi,lbdj->lbij", x, x, precision="highest") for x in (left, right)]
+    lengths = [jnp.diagonal(x, axis1=-2, axis2=-1) for x in grams]
+    mean = lengths[0].mean((1, 2))
+    eye = jnp.eye(left.shape[-1], dtype=jnp.float32)
+    askew = jnp.maximum(*(jnp.abs(x * (1 - eye)).max((1, 2, 3)) for x in grams))
+    return {
+        "mean": mean,
+        "askew": askew / mean,
+        "uneven": jnp.abs(lengths[0] - lengths[1]).max((1, 2)) / mean,
+        "along": jnp.sum(left * right, -2).mean((1, 2)) / mean,
+    }
+
+
+def complaint(law: Factor, g: Geometry, rank: int, facts: dict[str, Any], ulp: float) -> str:
+    """What is wrong with one layer of a pair."""
+    if facts["askew"] > 2e-3 + 2 * ulp:
+        return "its columns are not orthogonal, as singular vectors are"
+    if facts["uneven"] > 2e-3 + 2 * ulp:
+        return "its columns are not as long as those of the matrix that it was drawn with"
+    mean, along = spectrum(law.noise, law.identity, law.z_std * g.d_model**0.5, rank / g.d_model)
+    if abs(facts["mean"] / mean - 1) > 0.1:
+        return f"the singular values of its product are {facts['mean'] / mean:.3g} times what they should be"
+    if abs(facts["along"] - along) > 0.15:
+        return f"its product goes {facts['along']:+.2f} along the identity, should be {along:+.2f}"
+    return ""
+
+
+@functools.cache
+def spectrum(noise: float, identity: float, spread: float, share: float) -> tuple[float, float]:
+    """(mean, along) of a `share` of the singular values of noise Z + identity I, the largest; Z has std spread/sqrt(d).
+
+    `along` is the sum of s u.v over that of s: 1 where the product is a multiple of I.
+    """
+    d = SIMULATED
+    z = np.random.default_rng(0).standard_normal((d, d)) * spread / d**0.5
+    u, s, vt = np.linalg.svd(noise * z + identity * np.eye(d))
+    rank = max(1, round(min(share, 1.0) * d))
+    u, s, vt = u[:, :rank], s[:rank], vt[:rank]
+    return float(s.mean()), float(np.sum(s * np.sum(u * vt.T, 0)) / s.sum())

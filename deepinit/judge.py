@@ -13,7 +13,7 @@ import numpy as np
 from deepinit import deviations, diagnosis
 from deepinit.deviations import mean_square, std_deviation
 from deepinit.geometry import EMBEDDINGS, EXPERTS, LAYER_MATRICES, Role
-from deepinit.laws import Constant, Distribution, External, Factor, Numbers, Orthogonal, Sign
+from deepinit.laws import Constant, Distribution, External, Factor, Numbers, Orthogonal, Sign, Unit
 from deepinit.measure import EXPERT_KERNELS, Measured
 from deepinit.recipe import Recipe
 from deepinit.verdict import Row, whole
@@ -73,13 +73,15 @@ class Judge:
     twins: dict[tuple[str, int | None], str] = field(default_factory=dict)
     replays: dict[int, str] = field(default_factory=dict)
     """View -> what is wrong with the weights that were drawn again."""
+    products: dict[int, list[str]] = field(default_factory=dict)
+    """View -> layer by layer, what is wrong with its product with the matrix that it was drawn together with."""
     pools: dict[Role, Pool] = field(default_factory=lambda: defaultdict(Pool))
     allowances: dict[Role, float] = field(default_factory=lambda: defaultdict(float))
 
     def rows(self, index: int, view: View, x: Any, m: Measured) -> list[Row]:
         """The rows of one leaf: one, or one per layer where the law differs from layer to layer."""
         leaf, recipe = view.leaf, self.recipe
-        law = recipe.law_at(leaf.canonical, leaf.role) if leaf.role and leaf.role in recipe.weights else None
+        law = recipe.stored_at(leaf.canonical, leaf.role) if leaf.role and leaf.role in recipe.weights else None
         square = np.asarray(m["square"], np.float64)
         n, padding = drawn(view, recipe, square)
         make = row_maker(view, x, m, n)
@@ -99,13 +101,16 @@ class Judge:
         sums = square.sum(1)
         laws = [law.at(view.layer(i) or 0) for i in range(view.layers)]
         findings = [self.layer(view, laws[i], x.dtype, n, total[i], sums[i], m, i, padding) for i in range(view.layers)]
+        for i, reason in enumerate(self.products.get(index, ())):
+            if reason and not findings[i].reason:
+                findings[i] = Finding(math.inf, "product", reason)
         if index in self.replays:
             findings[0] = Finding(math.inf, "replay", self.replays[index])
         if law.layered and leaf.stacked:
             return [make(i, f, laws[i], slice(i, i + 1)) for i, f in enumerate(findings)]
         worst = max(range(view.layers), key=lambda i: (bool(findings[i].reason), abs(findings[i].z)))
         found, own = findings[worst], laws[worst]
-        if found.reason and leaf.stacked and found.test != "replay":
+        if found.reason and found.reason[0] != "(" and leaf.stacked and found.test != "replay":
             found = Finding(found.z, found.test, f"layer {worst}: {found.reason}")
         if not found.reason and view.layers > 1 and independent(own):  # too small for one layer
             pool = Pool()
@@ -204,16 +209,19 @@ def judge_layer(
         if low == high == value:
             return Finding(0.0, "constant")
         return Finding(math.inf, "constant", f"should be exactly {value:g}, lies in [{low:g}, {high:g}]")
-    if isinstance(law, Factor):
-        reason = f"(drawn together with {law.partner}: its own entries have no law)" if square else "all zero"
-        return Finding(0.0, "finite", reason)
     if square == 0:
         return Finding(-math.inf, "zero", "all zero")
+    if isinstance(law, Factor):  # its entries have no law of their own; that of the product is `joint`'s to judge
+        return Finding(0.0, "finite")
     std, ulp = number(law.std), float(epsilon(dtype))
     ratio, mean_z, peak = math.sqrt(square / n) / std, total / math.sqrt(n) / std, max(-low, high)
     if isinstance(law, Orthogonal):  # the Frobenius norm of a semi-orthogonal matrix is no random number
         z = (ratio - 1) / 1e-4
         return Finding(z, "norm", "" if abs(ratio - 1) < 1e-3 + ulp else "its singular values are not all the gain")
+    if isinstance(law, Unit) and abs(ratio - 1) > 2e-5 + ulp:  # nor is a sum of lengths that are all 1
+        return Finding((ratio - 1) / 1e-5, "norm", f"vectors along d_model are {ratio:.5g} long, should be 1")
+    if isinstance(law, Unit):
+        return Finding(mean_z, "mean", "" if abs(mean_z) <= threshold else f"mean is {total / n:.3g}, should be 0")
     if isinstance(law, Sign):
         if max(abs(ratio - 1), abs(peak / std - 1)) > 1e-4 + ulp:
             return Finding(math.inf, "constant", f"should be exactly +-{std:g}")
@@ -258,7 +266,7 @@ def number(numbers: Numbers) -> float:
 
 def independent(law: Distribution) -> bool:
     """Whether the entries are drawn one by one, so that their squares can be pooled."""
-    return not isinstance(law, Orthogonal | Sign | Factor | External | Constant)
+    return not isinstance(law, Orthogonal | Sign | Unit | Factor | External | Constant)
 
 
 def epsilon(dtype: Any) -> float:
@@ -290,11 +298,9 @@ def coarse(m: Measured, i: int, n: int) -> str:
 
 def drawn(view: View, recipe: Recipe, square: np.ndarray) -> tuple[int, list[int]]:
     """(entries drawn in one layer, rows that should be zero and are not): a vocabulary's padding is not drawn."""
-    vocab, width = recipe.geometry.vocab_size, recipe.geometry.d_model
-    shape = view.canonical
-    table = view.leaf.role in (Role.TOKEN_EMBED, Role.LM_HEAD) and len(shape) == 2 and shape[1] == width
-    if table and shape[0] > vocab:
-        return vocab * width, [int((square[:, vocab:] != 0).sum())]
+    vocab, shape = recipe.geometry.vocab_size, view.canonical
+    if view.leaf.role in (Role.TOKEN_EMBED, Role.LM_HEAD) and len(shape) > 1 and shape[0] > vocab:
+        return view.n // shape[0] * vocab, [int((square[:, vocab:] != 0).sum())]
     return view.n, [0] * view.layers
 
 

@@ -213,6 +213,27 @@ class Sign(Distribution):
 
 
 @dataclass(frozen=True)
+class Unit(Distribution):
+    """Vectors of `size` entries and length 1, in directions of no preference."""
+
+    size: int
+    formula: str = field(default="1/sqrt(size)", compare=False)
+    _parameter: ClassVar[str] = "size"
+
+    @property
+    def std(self) -> float:
+        return 1 / math.sqrt(self.size)
+
+    @property
+    def bound(self) -> float:
+        return 1.0
+
+    @property
+    def kurtosis(self) -> float:
+        return 3 * self.size / (self.size + 2)
+
+
+@dataclass(frozen=True)
 class Factor(Distribution):
     """One of two matrices that are drawn together: their product is noise Z + identity I, cut to the rank they allow.
 
@@ -253,7 +274,7 @@ class External(Distribution):
 
 
 KINDS: dict[str, type[Distribution]] = {
-    k.__name__: k for k in (Normal, TruncatedNormal, Uniform, Constant, Orthogonal, Sign, Factor, External)
+    k.__name__: k for k in (Normal, TruncatedNormal, Uniform, Constant, Orthogonal, Sign, Unit, Factor, External)
 }
 
 

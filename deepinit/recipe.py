@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from deepinit import laws
 from deepinit.errors import ConfigError, unknown
-from deepinit.geometry import OUTPUTS, UPS, VALUES, Geometry, Role
+from deepinit.geometry import OUTPUTS, UPS, VALUES, VECTORS, Geometry, Role
 from deepinit.laws import Constant, Distribution, External, Numbers
 
 V = TypeVar("V")
@@ -310,6 +310,12 @@ class Recipe:
     def law_at(self, path: str, role: str) -> Distribution:
         """The law of the leaf at this path (`layers/attn_residual/post_norm/norm_scale`): its own, or its role's."""
         return nearest_end(self.leaves, path, self.weights[role])
+
+    def stored_at(self, path: str, role: str) -> Distribution:
+        """The law of what that leaf holds: `law_at`, or what the projection makes of it."""
+        if self.project and role not in VECTORS:
+            return laws.Unit(self.geometry.d_model, "length 1 along d_model")
+        return self.law_at(path, role)
 
     def update_at(self, path: str, role: str) -> Update:
         """The optimizer factors of the leaf at this path: its own, or its role's."""

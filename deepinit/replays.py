@@ -101,9 +101,8 @@ def expected(view: View, recipe: Recipe, layer: Any, index: Any, seed: int, dtyp
     for row in np.unique(layer):
         at = layer == row
         out[at] = redrawn(law, view.leaf.slot, index[at], layer=view.layer(int(row)), seed=seed)
-    width, vocab = recipe.geometry.d_model, recipe.geometry.vocab_size
-    if role in (Role.TOKEN_EMBED, Role.LM_HEAD):
-        out[index >= vocab * width] = 0.0
+    if role in (Role.TOKEN_EMBED, Role.LM_HEAD):  # one row a token: beyond the vocabulary they are zero
+        out[index >= view.n // view.canonical[0] * recipe.geometry.vocab_size] = 0.0
     return out.astype(dtype)
 
 

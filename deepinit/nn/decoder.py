@@ -20,9 +20,7 @@ class Decoder(Part):
     """Tokens to logits. The head has the embedding's layout, one row a token; tied, it is the embedding itself."""
 
     @linen.compact
-    def __call__(
-        self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, deterministic: bool = True
-    ) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, deterministic: bool = True) -> jax.Array:
         """int32 (B, T) -> float32 logits (B, T, V padded); those of padded rows are the smallest float32.
 
         `mask` is True at real tokens. With `deterministic=False`, dropout takes the rng `dropout`.
