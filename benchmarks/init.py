@@ -11,6 +11,7 @@ import numpy as np
 import deepinit
 from benchmarks.harness import Race
 from deepinit import measure, roles, sharded_init
+from deepinit.interop import trees
 from deepinit.train.config import load
 
 
