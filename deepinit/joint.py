@@ -117,7 +117,8 @@ def complaints(views: Sequence[View], arrays: Sequence[Any], recipe: Recipe) -> 
         facts = jax.device_get(measured(*pair))
         ulp = max(float(jnp.finfo(arrays[views[k].array].dtype).eps) for k in (i, j))
         said = [
-            complaint(law, g, pair[0].shape, {k: v[n] for k, v in facts.items()}, ulp) for n in range(views[i].layers)
+            complaint(law, g, pair[0].shape[-1], {k: v[n] for k, v in facts.items()}, ulp)
+            for n in range(views[i].layers)
         ]
         found[i], found[j] = said, said
     return found
