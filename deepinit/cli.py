@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from deepinit.errors import ConfigError, nearest
+from deepinit.errors import ConfigError, nearest, unknown
 
 VERBS = {
     "schemes": "list the schemes that --scheme.name takes",
@@ -21,7 +21,10 @@ VERBS = {
     "predict": "variance, update and loss by depth from the recipe alone, at any size; allocates nothing",
     "probe": "the same measured on the real model and mesh beside the prediction, with a verdict",
     "compare": "several schemes side by side, predicted and measured",
+    "coord": "coordinate check over width and depth: do the first steps move every size alike?",
     "train": "pre-train: init, verify, then steps",
+    "audit": "which scheme explains a checkpoint or a safetensors file, what does not fit, what is unsafe",
+    "init": "write an initial state with its recipe, birth certificate and verdict; no training",
 }
 
 START: dict[str, tuple[Any, Any, str]] = {
@@ -46,6 +49,12 @@ SIGNAL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "x0": ({"type": float, "default": 0.0, "help": "variance of the stack's input; 0: the embedding's"}, ("predict",)),
     "tokens": ({"choices": ("text", "random"), "default": "text", "help": "from data.files, or uniformly random"},
                ("probe", "compare")),
+    "widths": ({"default": "32,64,128,256", "help": "at the smallest depth; empty: none"}, ("coord",)),
+    "depths": ({"default": "4,16,48", "help": "at the smallest width; empty: none"}, ("coord",)),
+    "head-dim": ({"type": int, "default": 16, "help": "heads stay as wide and grow in number"}, ("coord",)),
+    "steps": ({"type": int, "default": 4, "help": "optimizer steps"}, ("coord",)),
+    "seeds": ({"type": int, "default": 3, "help": "draws, whose scatter gives the confidence"}, ("coord",)),
+    "optimizer": ({"choices": ("adam", "sgd"), "default": "adam", "help": "at optimizer.lr throughout"}, ("coord",)),
     "quick": ({"action": "store_true", "help": "without the effect of each role's step on the logits"},
               ("probe", "compare")),
 }  # fmt: skip
@@ -92,7 +101,8 @@ def run(args: list[str]) -> int:
     verb, *args = args
     # taken here: as argparse's positional it would swallow the value of the first flag that argparse does not know
     scheme = args.pop(0) if verb == "explain" and args and not args[0].startswith("-") else ""
-    name = "deepinit explain [SCHEME]" if verb == "explain" else f"deepinit {verb}"
+    path = args.pop(0) if verb in ("audit", "init") and args and not args[0].startswith("-") else ""
+    name = f"deepinit {verb}" + {"explain": " [SCHEME]", "audit": " PATH"}.get(verb, "")
     parser = Parser(prog=name, description=VERBS[verb], allow_abbrev=False, add_help=False)
     parser.add_argument("--help", "-h", action="store_true")
     if verb == "schemes":
@@ -105,9 +115,16 @@ def run(args: list[str]) -> int:
     for name, (settings, verbs) in SIGNAL.items():
         if verb in verbs:
             parser.add_argument(f"--{name}", **settings)
+    if verb in ("audit", "init"):
+        from deepinit.proofs import FLAGS
+
+        FLAGS[verb](parser)
+    if verb == "check":
+        parser.add_argument("--replay", default="sample", help="weights drawn again: sample, full or none")
+        parser.add_argument("--strict", action="store_true", help="warnings and leaves without a role fail too")
     if verb != "train":
         parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    options, flags = parser.parse_known_args(args, argparse.Namespace(scheme=scheme))
+    options, flags = parser.parse_known_args(args, argparse.Namespace(scheme=scheme, path=path))
     if options.help:
         return show_help(parser, verb)
     if verb == "schemes" and flags:
@@ -171,10 +188,14 @@ def check(options: argparse.Namespace, flags: list[str]) -> int:
 
     config = load(options.config, flags)
     config.check()
+    if options.replay not in ("sample", "full", "none"):
+        raise unknown("replay", options.replay, ("sample", "full", "none"))
     from deepinit.train import birth, distributed, folder
 
+    replay = None if options.replay == "none" else options.replay
+
     def work(beat: Any) -> int:
-        born = birth.born(config)
+        born = birth.born(config, replay, strict=options.strict)
         if distributed.first() and options.json:
             emit(folder.init_record(born.verdict, config))
         elif distributed.first():
@@ -226,5 +247,26 @@ def compare(options: argparse.Namespace, flags: list[str]) -> int:
     return commands.compare(options, flags)
 
 
+def audit(options: argparse.Namespace, flags: list[str]) -> int:
+    """Audit a tree on disk."""
+    from deepinit import proofs
+
+    return proofs.audit(options.path, options, flags)
+
+
+def init(options: argparse.Namespace, flags: list[str]) -> int:
+    """Write an initial state."""
+    from deepinit import proofs
+
+    return proofs.init(options.path, options, flags)
+
+
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def coord(options: argparse.Namespace, flags: list[str]) -> int:
+    """Coordinate check."""
+    from deepinit.signal import commands
+
+    return commands.coord(options, flags)

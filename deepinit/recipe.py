@@ -205,6 +205,8 @@ class Recipe:
     """`rows`: every matrix is brought to unit vectors along d_model after init and after each step (nGPT)."""
     calibrate: str = ""
     """`skip`: the skip's factors are to be measured on data before the first step (Admin): `Recipe.calibrated`."""
+    invariants: tuple[str, ...] = ()
+    """Laws of the model as a whole that the scheme declares: names in `deepinit.structure.DECLARED`."""
     changes: tuple[str, ...] = ()
     """What is no longer as the scheme says, in words; empty for a scheme as it is."""
     name: str = ""
@@ -373,6 +375,7 @@ class Recipe:
             "gains": {k: plain(gate) for k, gate in self.gains.items()},
             "project": self.project,
             "calibrate": self.calibrate,
+            "invariants": list(self.invariants),
             "changes": list(self.changes),
         }
 
@@ -394,6 +397,7 @@ class Recipe:
             gains=FrozenMap({k: gate_from(v) for k, v in data["gains"].items()}),
             project=data["project"],
             calibrate=data["calibrate"],
+            invariants=tuple(data.get("invariants", ())),
             changes=tuple(data["changes"]),
             name=data["name"],
             args=FrozenMap({k: numbers(v) for k, v in data["args"].items()}),

@@ -10,6 +10,7 @@ from flax import linen
 
 from deepinit.geometry import Role
 from deepinit.nn.part import Part
+from deepinit.nn.stats import collecting, keep, mean_square
 
 
 class Norm(Part):
@@ -25,6 +26,8 @@ class Norm(Part):
         x = x.astype(jnp.float32)
         if self.norm == "layernorm":
             x = x - x.mean(-1, keepdims=True)
+        if collecting(self):
+            keep(self, "in_ms", mean_square(x))
         x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.norm_eps)
         if not self.norm_gain:
             return x.astype(self.compute)
@@ -32,6 +35,8 @@ class Norm(Part):
         x = x * (1 + gain if self.norm_offset else gain)
         if self.norm == "layernorm":
             x = x + self.weight("norm_bias", width, axes, layer).astype(jnp.float32)
+        if collecting(self):
+            keep(self, "out_ms", mean_square(x))
         return x.astype(self.compute)
 
 

@@ -64,7 +64,12 @@ def deepnorm(
     0.12 to 0.14 nats lower; the best rate still moves with depth.
     """
     made = deep(g, *constants(g, g.stack, exact), scale_gate)  # type: ignore[arg-type]
-    return replace(made, updates=depth_updates(g, updates, base_depth, power=0.5))
+    bounded = not g.parallel and (g.stack == "single" or (g.stack == "decoder" and g.num_layers == g.decoder_layers))
+    return replace(
+        made,
+        updates=depth_updates(g, updates, base_depth, power=0.5),
+        invariants=("update_bound",) if bounded else (),  # the encoder's printed constants give 1.012
+    )
 
 
 @register("deepnorm_encdec_decoder", source=PAPER, norm="post")

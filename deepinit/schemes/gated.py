@@ -36,6 +36,7 @@ def rezero(g: Geometry, *, share: Literal["layer", "sublayer"] = "layer", base: 
         base_laws(g, base) | fixed(g, 1.0, EMBEDDINGS),
         Residual(norm="none", gate=Gate(0.0, "scalar", share, name="resweight")),
         multipliers=tied_logits(g),
+        invariants=("identity",),
     )
 
 
@@ -77,4 +78,5 @@ def zero_out(g: Geometry) -> Recipe:
     return Recipe(
         fan_in(g) | fixed(g, 1.0, EMBEDDINGS) | zeros(g, OUTPUTS),
         multipliers=tied_logits(g),
+        invariants=("identity",),
     )

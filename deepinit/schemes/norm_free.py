@@ -35,6 +35,7 @@ def fixup(g: Geometry, *, scalar_lr: float = 0.1) -> Recipe:
         multipliers={"embed": math.sqrt(g.d_model)},
         updates={Role.BRANCH_SCALE: Update(lr=scalar_lr), Role.BRANCH_SHIFT: Update(lr=scalar_lr)},
         requires={"bias": False, "tied_embeddings": False},
+        invariants=("identity",),
     )
 
 

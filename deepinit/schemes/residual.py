@@ -30,7 +30,7 @@ def scaled(
     laws = fixed(g, std, draw=draw)
     for role, own in ((Role.TOKEN_EMBED, token_std), (Role.POS_EMBED, pos_std)):
         laws |= fixed(g, std if own is None else own, (role,), draw=draw)
-    return Recipe(laws | divided(g, laws, divisor))
+    return Recipe(laws | divided(g, laws, divisor), invariants=("bounded_growth",) if divisor == "total" else ())
 
 
 @register("gpt2", source="Radford et al. 2019, section 2.3; positions from the released code", norm=ANY)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from deepinit import calibration
+from deepinit import calibration, structure
 from deepinit.calibration import Calibration
 from deepinit.invariants import Verdict, inspect
 from deepinit.nn import Decoder
@@ -34,7 +34,7 @@ class Birth:
     """What was measured on data, for a scheme that asks for it."""
 
 
-def born(config: Config, replay: str | None = "sample") -> Birth:
+def born(config: Config, replay: str | None = "sample", *, strict: bool = False) -> Birth:
     """Build, initialize on the mesh, verify; `replay` says how many weights are drawn again (`deepinit.verify`).
 
     Where the scheme has numbers that are measured on data, they are: on the first batch, unless there are some already.
@@ -51,7 +51,9 @@ def born(config: Config, replay: str | None = "sample") -> Birth:
             model = Decoder.from_recipe(recipe, **config.model_options())
             params = init_sharded(model, recipe, mesh, config.train.seed)
         portable = config.scheme.sampler == "portable"  # stock draws cannot be drawn again one by one
-        verdict = inspect(params, recipe, seed=config.train.seed if portable else None, replay=replay)
+        seed = config.train.seed if portable else None
+        verdict = inspect(params, recipe, strict=strict, seed=seed, replay=replay)
+        verdict = verdict.joined(structure.check(model, recipe, params, strict=strict))
     return Birth(recipe, model, mesh, params, verdict, found)
 
 
