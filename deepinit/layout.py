@@ -1,16 +1,18 @@
 """What a mesh asks of a model's sizes: checked before any compile, and before jax is imported.
 
-Axes: `data` and `fsdp` split the batch, `fsdp` also d_model of every matrix, `tensor` heads, d_ff and vocabulary.
+Axes: `data`, `fsdp` and `expert` split the batch, `fsdp` also d_model of every matrix, `expert` the experts, `sequence`
+the tokens of a sequence, `tensor` heads, d_ff and vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from deepinit.errors import ConfigError
 from deepinit.geometry import Geometry, nearest_divisor
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "sequence", "expert")
 
 
 def padded(vocab_size: int, multiple: int) -> int:
@@ -33,6 +35,7 @@ def check_divisible(
     batch: int | None = None,
     vocab_padded: int | None = None,
     accumulate: int = 1,
+    seq_len: int | None = None,
 ) -> None:
     """Refuse the first size that its mesh axis does not divide, naming the nearest that it does.
 
@@ -43,20 +46,28 @@ def check_divisible(
     check_axes(mesh_sizes)
     size = {axis: max(mesh_sizes.get(axis, 1), 1) for axis in AXES}
     if batch is not None:
-        parts = {"train.accumulate": accumulate, "mesh.data": size["data"], "mesh.fsdp": size["fsdp"]}
-        whole = accumulate * size["data"] * size["fsdp"]
+        parts = {"train.accumulate": accumulate} | {f"mesh.{axis}": size[axis] for axis in ("data", "fsdp", "expert")}
+        whole = math.prod(parts.values())
         if batch % whole:
             names = " x ".join(f"{name} {n}" for name, n in parts.items() if n > 1)
             raise ConfigError(
                 f"train.batch_size: {batch} is not a multiple of {names}{f' = {whole}' if ' x ' in names else ''}; "
                 f"nearest: {multiples(batch, whole)}"
             )
+    if size["expert"] > 1 and not g.num_experts:
+        raise ConfigError(f"mesh.expert: {size['expert']} needs model.num_experts; nearest: mesh.expert 1")
+    if seq_len is not None and seq_len % size["sequence"]:
+        raise ConfigError(
+            f"data.seq_len: {seq_len} is not a multiple of mesh.sequence {size['sequence']}; "
+            f"nearest: {multiples(seq_len, size['sequence'])}"
+        )
     rows = g.vocab_size if vocab_padded is None else vocab_padded
     for name, value, axis in (
         ("num_heads", g.num_heads, "tensor"),
         ("num_kv_heads", g.num_kv_heads, "tensor"),
         ("d_ff", g.d_ff, "tensor"),
         ("d_model", g.d_model, "fsdp"),
+        ("num_experts", g.num_experts, "expert"),
     ):
         if value % size[axis]:
             raise ConfigError(

@@ -13,6 +13,8 @@ from deepinit import sharding
 from deepinit.sharding import RULES, batch_sharding, constrain, make_mesh, param_shardings, spec
 from tests.models import MESHES, mesh_of, refused
 
+BATCH = ("data", "fsdp", "expert")
+
 
 @pytest.mark.parametrize(
     ("sizes", "shape"),
@@ -24,12 +26,13 @@ from tests.models import MESHES, mesh_of, refused
         ({"data": -1}, (8, 1, 1)),
         ({"data": -1, "tensor": 4}, (2, 1, 4)),
         ({"tensor": -1, "fsdp": 8}, (1, 8, 1)),
+        ({"sequence": 2, "expert": -1}, (1, 1, 1, 2, 4)),
     ],
 )
 def test_make_mesh(sizes, shape):
     mesh = make_mesh(sizes)
-    assert mesh.axis_names == ("data", "fsdp", "tensor")
-    assert mesh.devices.shape == shape
+    assert mesh.axis_names == ("data", "fsdp", "tensor", "sequence", "expert")
+    assert mesh.devices.shape == (*shape, *(1,) * (5 - len(shape)))
     # explicit axes, jax's default, are those on which Linen's logical boxes fail
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert sorted(d.id for d in mesh.devices.ravel()) == list(range(np.prod(shape)))  # the first devices
@@ -44,11 +47,11 @@ def test_make_mesh_of_given_devices():
     ("sizes", "says"),
     [
         ({"fdsp": 2}, "mesh axis 'fdsp' is unknown; did you mean 'fsdp'?"),
-        ({"data": 0}, "mesh: sizes (0, 1, 1) must be positive, at most one of them -1"),
-        ({"data": -1, "fsdp": -1}, "mesh: sizes (-1, -1, 1) must be positive, at most one of them -1"),
-        ({"data": -2}, "mesh: sizes (-2, 1, 1) must be positive, at most one of them -1"),
+        ({"data": 0}, "mesh: data 0: sizes must be positive, at most one of them -1"),
+        ({"data": -1, "fsdp": -1}, "mesh: data -1 x fsdp -1: sizes must be positive, at most one of them -1"),
+        ({"data": -2}, "mesh: data -2: sizes must be positive, at most one of them -1"),
         ({"data": -1, "tensor": 3}, "mesh: 3 does not divide the 8 devices here"),
-        ({"data": 4, "tensor": 4}, "mesh: data 4 x fsdp 1 x tensor 4 needs 16 devices, there are 8"),
+        ({"data": 4, "tensor": 4}, "mesh: data 4 x tensor 4 needs 16 devices, there are 8"),
     ],
 )
 def test_refusals(sizes, says):
@@ -56,7 +59,7 @@ def test_refusals(sizes, says):
 
 
 def test_spec():
-    assert spec(("batch", "seq", "features")) == PartitionSpec(("data", "fsdp"), None, None)
+    assert spec(("batch", "seq", "features")) == PartitionSpec(BATCH, "sequence", None)
     assert spec(("layers", "embed", "heads", "head_dim")) == PartitionSpec(None, "fsdp", "tensor", None)
     assert spec(("vocab", None)) == PartitionSpec("tensor", None)
     # a mesh that lacks an axis
@@ -86,14 +89,14 @@ def test_constrain(sizes):
     x = jnp.arange(64.0).reshape(8, 8)
     with jax.set_mesh(mesh):
         y = jax.jit(lambda x: constrain(x * 1.0, "batch", "mlp"))(x)
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor")), 2)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(BATCH, "tensor")), 2)
     assert (y == x).all()
 
 
 def test_batch_sharding():
     mesh = mesh_of((2, 2, 2))
-    assert batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp"), None)
-    assert batch_sharding(mesh, 3, axis=1).spec == PartitionSpec(None, ("data", "fsdp"), None)
+    assert batch_sharding(mesh).spec == PartitionSpec(BATCH, None)
+    assert batch_sharding(mesh, 3, axis=1).spec == PartitionSpec(None, BATCH, None)
     x = jax.device_put(jnp.zeros((8, 3)), batch_sharding(mesh))
     assert {s.data.shape for s in x.addressable_shards} == {(2, 3)}
 

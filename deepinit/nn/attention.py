@@ -16,6 +16,7 @@ from deepinit.nn.norm import Norm, unit
 from deepinit.nn.part import Part
 from deepinit.nn.rope import rotary
 from deepinit.nn.stats import attention, collecting, keep
+from deepinit.sharding import constrain
 
 
 class Attention(Part):
@@ -50,6 +51,9 @@ class Attention(Part):
         if gain_KH is not None:  # query heads share the gain of their key head
             q = unit(q) * jnp.repeat(gain_KH, g.num_heads // g.num_kv_heads, axis=0)
             k = unit(k) * gain_KH
+        # a device has its part of the sequence's queries, and all keys and values
+        q = constrain(q, "batch", "seq", "heads", "head_dim")
+        k, v = (constrain(x, "batch", None, "kv_heads", "head_dim") for x in (k, v))
         if q.dtype == jnp.float16 and jax.default_backend() != "gpu":  # no float16 product with float32 sums there
             q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         scale = self.multipliers.get("attention", g.head_dim**-0.5)

@@ -13,7 +13,7 @@ from deepinit.nn.norm import Norm
 from deepinit.nn.part import Part
 from deepinit.nn.stack import run_layers
 from deepinit.nn.stats import collecting, keep, mean_square, tapped, token_correlation
-from deepinit.sharding import constrain
+from deepinit.sharding import constrain, gathered
 
 
 class Decoder(Part):
@@ -30,9 +30,9 @@ class Decoder(Part):
             raise ConfigError(f"sequence length {tokens_BT.shape[1]} is above model.max_seq_len {g.max_seq_len}")
         shared = self.shared() | {"deterministic": deterministic}
         table_VD = self.weight(Role.TOKEN_EMBED, (self.vocab_padded, g.d_model), ("vocab", "embed"))
-        x_BTD = self.scaled(jnp.take(table_VD, tokens_BT, axis=0), "embed")
+        x_BTD = self.scaled(jnp.take(gathered(table_VD, ("vocab", "embed")), tokens_BT, axis=0), "embed")
         if self.positions == "learned":
-            at_TD = self.weight(Role.POS_EMBED, (g.max_seq_len, g.d_model), ("seq", "embed"))
+            at_TD = self.weight(Role.POS_EMBED, (g.max_seq_len, g.d_model), ("positions", "embed"))
             x_BTD = x_BTD + at_TD[: tokens_BT.shape[1]]
         if self.embed_norm:
             x_BTD = Norm(**shared, name="embed_norm")(x_BTD)

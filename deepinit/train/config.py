@@ -137,6 +137,10 @@ class MeshConfig:
     """Splits the batch, repeats the parameters."""
     fsdp: int = 1
     """Splits the batch and d_model of every matrix."""
+    expert: int = 1
+    """Splits the batch and the experts of a mixture."""
+    sequence: int = 1
+    """Splits the tokens of each sequence; attention gathers keys and values."""
     tensor: int = 1
     """Splits heads, d_ff and vocabulary."""
 
@@ -330,7 +334,7 @@ class Config:
             if (given := getattr(self.model, option)) not in values:
                 raise ConfigError(f"model.{option}: {_yaml(given)}, but {needs}")
         t, mesh = self.train, dataclasses.asdict(self.mesh)
-        layout.check_divisible(recipe.geometry, mesh, t.batch_size, self.vocab_padded, t.accumulate)
+        layout.check_divisible(recipe.geometry, mesh, t.batch_size, self.vocab_padded, t.accumulate, self.data.seq_len)
         return recipe
 
     def check_ranges(self) -> None:

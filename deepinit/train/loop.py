@@ -13,7 +13,7 @@ import jax
 import optax
 from rich.console import Console
 
-from deepinit import calibration
+from deepinit import calibration, sharding
 from deepinit.projection import project
 from deepinit.train import checkpoint, distributed, folder, optimizer, step
 from deepinit.train import data as text
@@ -282,7 +282,7 @@ class Run:
         facts = {
             "model": f"{g.num_layers} layers, d_model {g.d_model}, {g.num_heads} heads, {g.mlp} {g.d_ff}, "
             f"vocabulary {g.vocab_size}: {si(count)} parameters in {c.model.param_dtype}",
-            "mesh": f"{' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())} ({devices})",
+            "mesh": f"{sharding.show(mesh.devices.shape)} ({devices})",
             "data": f"{si(len(data.text.tokens), 'B')}, {data.text.documents} documents, "
             f"sha256 {data.text.sha256[:16]}; "
             f"windows of {c.data.seq_len}: {data.num_train}, held out {data.num_held_out}",

@@ -69,10 +69,19 @@ def objective(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax
         logits_BTV, kept = model.apply({"params": params}, inputs_BT, mutable=["losses"], **options)
     else:
         logits_BTV = model.apply({"params": params}, inputs_BT, **options)
-    losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+    losses_BT = cross_entropy(logits_BTV, targets_BT)
     loss, targets = jnp.sum(losses_BT * batch["weights"]), jnp.sum(batch["weights"])
     total = loss + targets * sum(map(jnp.sum, jax.tree.leaves(kept))) if balanced else loss
     return total, (loss, targets)
+
+
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """(B, T) losses in nats. Every device sums over its own part of the vocabulary: looking the target up by index
+    would gather the logits of the others.
+    """
+    hit_BTV = jnp.arange(logits_BTV.shape[-1], dtype=targets_BT.dtype) == targets_BT[..., None]
+    target_BT = jnp.sum(jnp.where(hit_BTV, logits_BTV, jnp.zeros((), logits_BTV.dtype)), axis=-1)
+    return jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
 
 
 def gradients(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, Any]:

@@ -1,0 +1,130 @@
+"""What a compiled step moves between devices: weights layer by layer, sums into shards; no activations, no stacks."""
+
+import math
+import re
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from deepinit import roles, sharding
+from deepinit.nn import Decoder
+from deepinit.sharded_init import abstract_params, init_sharded
+from deepinit.train import optimizer, step
+from deepinit.train.config import load
+
+LAYERS, D, HEADS, HEAD, F, V, B, T = 4, 64, 8, 8, 192, 512, 16, 32
+SIZES = f"""--model.num-layers {LAYERS} --model.d-model {D} --model.num-heads {HEADS} --model.d-ff {F}
+    --model.vocab-size {V} --data.seq-len {T} --train.batch-size {B}"""
+KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+
+
+def compiled(flags):
+    """The text of a training step compiled for a mesh; nothing is allocated."""
+    config = load([], f"{SIZES} {flags}".split())
+    recipe = config.check()
+    mesh = sharding.make_mesh({axis: getattr(config.mesh, axis) for axis in sharding.MESH_AXES})
+    model = Decoder.from_recipe(recipe, **config.model_options())
+    scalar = NamedSharding(mesh, PartitionSpec())
+    number = jax.ShapeDtypeStruct((), np.int32)
+    with jax.set_mesh(mesh):
+        boxed = abstract_params(model)
+        layout = sharding.param_shardings(boxed, mesh)
+        params = roles.unboxed(boxed)
+        tx = optimizer.make(config, recipe, params)
+        moments, moments_layout = optimizer.state_shardings(tx, params, layout, scalar)
+        state = step.TrainState(params, moments, number, number, number)
+        shardings = step.TrainState(layout, moments_layout, scalar, scalar, scalar)
+        parts = config.train.accumulate
+        batch = {
+            "tokens": jax.ShapeDtypeStruct((parts, B // parts, T + 1), np.int32),
+            "weights": jax.ShapeDtypeStruct((parts, B // parts, T), np.float32),
+        }
+        pure = step.train_step(model, tx, optimizer.schedule(config), 0, False)
+        return step.jitted(pure, shardings, mesh).lower(state, batch).compile().as_text()
+
+
+def moved(text):
+    """How often each (kind, shape) is moved; a collective of several arrays counts for each of them."""
+    found = Counter()
+    for line in text.splitlines():
+        if match := re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line):
+            for shape in re.findall(r"\w+\[([\d,]*)\]", match[1]):
+                found[match[2], tuple(map(int, shape.split(","))) if shape else ()] += 1
+    return found
+
+
+def size(shape):
+    return math.prod(shape)
+
+
+MATRICES = [(D, HEADS, HEAD)] * 3 + [(HEADS, HEAD, D)] + [(D, F)] * 2 + [(F, D)]
+
+
+@pytest.mark.parametrize("mesh", ["--mesh.fsdp 8", "--mesh.data 2 --mesh.fsdp 4", "--mesh.fsdp 8 --model.remat full"])
+def test_fsdp_gathers_each_matrix_twice_and_sums_its_gradient_once(mesh):
+    found = moved(compiled(mesh))
+    assert {kind for kind, _ in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
+    gathered = Counter({shape: n for (kind, shape), n in found.items() if kind == "all-gather"})
+    assert gathered == Counter({**{s: 2 * n for s, n in Counter(MATRICES).items()}, (V, D): 2})
+    summed = Counter()  # some gradients are summed transposed
+    for (kind, shape), n in found.items():
+        summed[tuple(sorted(shape))] += n if kind != "all-gather" else 0
+    for shape, count in Counter(tuple(sorted(s)) for s in MATRICES).items():
+        assert summed[shape] == count
+    # nothing as large as a part of a batch's activations, and no stack at once
+    assert not [s for _, s in found if size(s) >= B * T * F // 8 and s not in {*MATRICES, (V, D)}]
+    assert not [s for _, s in found if s[:1] == (LAYERS,) and size(s) > LAYERS]
+
+
+def test_tensor_sums_the_stream_and_never_moves_logits_or_weights():
+    found = moved(compiled("--mesh.tensor 8"))
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    large = {shape: n for (_, shape), n in found.items() if size(shape) > B * T}
+    assert set(large) == {(B, T, D)}
+    # two a layer forward, two or more backward (not all are merged), and those of embedding and head
+    assert large[B, T, D] <= 10
+
+
+def test_all_axes_at_once_keep_logits_apart():
+    found = moved(compiled("--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2"))
+    assert {kind for kind, _ in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
+    assert not [s for _, s in found if len(s) == 3 and s[-1] in (V, V // 2)]
+    assert max(size(s) for _, s in found) <= V * D
+
+
+def test_a_split_sequence_gathers_keys_and_values_alone():
+    found = moved(compiled("--mesh.sequence 4 --mesh.tensor 2"))
+    gathered = [s for kind, s in found if kind == "all-gather"]
+    assert gathered
+    assert all(size(s) <= B * T * D for s in gathered)
+    assert not [s for _, s in found if s[-1:] in ((V,), (V // 2,)) and len(s) == 3]
+    assert not [s for _, s in found if s.count(T) > 1]  # no scores
+
+
+def test_accumulated_gradients_stay_in_their_shards():
+    text = compiled("--mesh.fsdp 8 --train.accumulate 2")
+    loops = [line for line in text.splitlines() if " while(" in line]
+    whole = f"f32[{LAYERS},{D},{F}]"
+    assert loops
+    assert not [line for line in loops if whole in line]
+
+
+@pytest.mark.parametrize("mesh", ["--mesh.sequence 4 --mesh.tensor 2", "--mesh.data 2 --mesh.sequence 4"])
+def test_a_split_sequence_changes_no_loss(mesh):
+    config = load([], f"{SIZES} {mesh}".split())
+    recipe = config.check()
+    tokens = np.random.default_rng(0).integers(0, V, (B, T + 1)).astype(np.int32)
+    batch = {"tokens": tokens, "weights": np.ones((B, T), np.float32)}
+    losses = []
+    for sizes in ({}, {axis: getattr(config.mesh, axis) for axis in sharding.MESH_AXES}):
+        on = sharding.make_mesh(sizes)
+        model = Decoder.from_recipe(recipe, **config.model_options())
+        params = init_sharded(model, recipe, on, 0)
+        with jax.set_mesh(on):
+            loss, _, grads = jax.jit(lambda p, b, m=model: step.gradients(m, p, b))(params, step.put(batch, 1, on))
+            losses.append((float(loss), jax.device_get(grads)))
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), losses[0][1], losses[1][1])
