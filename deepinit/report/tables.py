@@ -126,7 +126,8 @@ def verdict_rows(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     """One line a leaf; of a law that differs from layer to layer, its ends and its worst layer."""
     grouped: dict[str, list[Row]] = {}
     for r in rows:
-        grouped.setdefault(r.path, []).append(r)
+        if r.dtype:  # a row on the model as a whole is no leaf
+            grouped.setdefault(r.path, []).append(r)
     lines: list[tuple[str, ...]] = []
     for path, of_leaf in grouped.items():
         worst = max(of_leaf, key=lambda r: (not r.ok, abs(r.z)))
@@ -135,13 +136,16 @@ def verdict_rows(rows: Iterable[Row]) -> list[tuple[str, ...]]:
             where = path if len(of_leaf) == 1 else f"{path}[{r.layer}]"
             said = "ok" if r.ok and not r.reason else r.reason.strip("()") if r.ok else f"FAILS: {r.reason}"
             lines.append((where, r.role, r.law, "x".join(map(str, r.shape)), r.dtype, number(r.expected_std),
-                          f"{r.measured_std:.6g}", f"{r.max_abs:.4g}", f"{r.z:+.1f}", said))  # fmt: skip
+                          f"{r.measured_std:.6g}", f"{r.max_abs:.4g}", f"{r.z:+.1f}", r.test, said))  # fmt: skip
     return lines
 
 
 def verdict(out: Console, v: Verdict) -> None:
     """The init table and what it comes to."""
-    columns = ("leaf", "role", "law", "shape", "dtype", "std by law", "std found", "max |w|", "z", "verdict")
+    columns = ("leaf", "role", "law", "shape", "dtype", "std by law", "std found", "max |w|", "z", "test", "verdict")
     out.print(table(columns, verdict_rows(v.rows), right=("std by law", "std found", "max |w|", "z")))
+    for r in (r for r in v.rows if not r.dtype):
+        where = "" if r.path == "(model)" else f" {r.path}" + ("" if r.layer is None else f"[{r.layer}]")
+        out.print(f"  {r.test}{where}: " + (r.reason.strip("()") if r.ok else f"FAILS: {r.reason}"))
     out.print(f"init {'ok' if v.ok else 'WRONG'}: {v.summary()} (|z| up to {v.threshold:.1f} passes)")
     out.print(f"digest {v.digest}")
