@@ -94,7 +94,8 @@ def groups(
         return Group(update.lr, update.weight_decay if decays(role, config) else 0.0, update.eps)
 
     tree = jax.tree.map_with_path(group, roles.unboxed(params))
-    if config.weight_decay and any(u.weight_decay for u in recipe.updates.values()):
+    decaying = any(u.weight_decay for name, u in recipe.updates.items() if roles.role_of(name) not in VECTORS)
+    if config.weight_decay and decaying:
         mask = [g.weight_decay > 0 for g in jax.tree.leaves(tree, is_leaf=is_group)]
         if not any(mask):
             raise ConfigError("optimizer.weight_decay: no parameter would decay; are the roles right?")
