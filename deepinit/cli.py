@@ -23,6 +23,7 @@ VERBS = {
     "compare": "several schemes side by side, predicted and measured",
     "coord": "coordinate check over width and depth: do the first steps move every size alike?",
     "train": "pre-train: init, verify, then steps",
+    "data": "tokenize data.files into one .bin file of tokens; goes on where it was interrupted",
     "audit": "which scheme explains a checkpoint or a safetensors file, what does not fit, what is unsafe",
     "init": "write an initial state with its recipe, birth certificate and verdict; no training",
 }
@@ -101,8 +102,8 @@ def run(args: list[str]) -> int:
     verb, *args = args
     # taken here: as argparse's positional it would swallow the value of the first flag that argparse does not know
     scheme = args.pop(0) if verb == "explain" and args and not args[0].startswith("-") else ""
-    path = args.pop(0) if verb in ("audit", "init") and args and not args[0].startswith("-") else ""
-    name = f"deepinit {verb}" + {"explain": " [SCHEME]", "audit": " PATH"}.get(verb, "")
+    path = args.pop(0) if verb in ("audit", "init", "data") and args and not args[0].startswith("-") else ""
+    name = f"deepinit {verb}" + {"explain": " [SCHEME]", "audit": " PATH", "data": " OUT.bin"}.get(verb, "")
     parser = Parser(prog=name, description=VERBS[verb], allow_abbrev=False, add_help=False)
     parser.add_argument("--help", "-h", action="store_true")
     if verb == "schemes":
@@ -217,6 +218,26 @@ def train(options: argparse.Namespace, flags: list[str]) -> int:
     from deepinit.train.loop import train as pretrain
 
     return distributed.run(placed(options), config, lambda beat: pretrain(config, beat))
+
+
+def data(options: argparse.Namespace, flags: list[str]) -> int:
+    """Tokenize."""
+    from pathlib import Path
+
+    from deepinit.train.config import load
+    from deepinit.train.prepare import prepare
+
+    if not options.path:
+        raise ConfigError("data: needs the file to write, OUT.bin")
+    out = Path(options.path)
+    count = prepare(load(options.config, flags).data, out)
+    record = json.loads(out.with_suffix(".json").read_text())
+    if options.json:
+        emit({"path": str(out), **record})
+    else:
+        skipped = f", {record['skipped']} damaged ones left out" if record["skipped"] else ""
+        print(f"{out}: {count} tokens of {record['documents']} documents{skipped}")
+    return 0
 
 
 def placed(options: argparse.Namespace) -> Any:

@@ -30,7 +30,8 @@ class Attention(Part):
         layer: Any = None,
         values_BTF: jax.Array | None = None,
     ) -> jax.Array:
-        """(B, T, D) -> (B, T, D). `mask` is True at real tokens; a row that sees none of them stays finite.
+        """(B, T, D) -> (B, T, D). `mask` is True at real tokens; a row that sees none of them stays finite. Or it has
+        the number of each token's document, from 1, beyond which nothing is seen; 0 is no token.
 
         `values`, F = K H, is added to what W_v gives.
         """
@@ -66,7 +67,7 @@ class Attention(Part):
                 q,
                 k,
                 v,
-                mask=None if mask_BT is None else mask_BT[:, None, None, :],
+                mask=None if mask_BT is None else seen(mask_BT),
                 is_causal=True,
                 scale=scale,
                 implementation=fastest(q.dtype, mask_BT),
@@ -102,6 +103,13 @@ class Attention(Part):
             biases = [self.weight(f"{r}_bias", (c, h), (axis, "head_dim"), layer) for r, c, axis in heads]
             outs = [y + b for y, b in zip(outs, biases)]
         return outs[0], outs[1], outs[2]
+
+
+def seen(mask_BT: jax.Array) -> jax.Array:
+    """(B, 1, 1 or T, T): the keys that a query may see, causality apart."""
+    if mask_BT.dtype == jnp.bool_:
+        return mask_BT[:, None, None, :]
+    return (mask_BT[:, None, :, None] == mask_BT[:, None, None, :]) & (mask_BT > 0)[:, None, None, :]
 
 
 def fastest(dtype: Any, mask: jax.Array | None) -> Literal["xla", "cudnn"]:

@@ -22,7 +22,6 @@ from deepinit.train import data, loader, metrics
 
 Dtype = Literal["float32", "bfloat16"]
 BITS = {"float32": 32, "bfloat16": 16}
-BYTES = 256  # the vocabulary of byte-level tokens
 
 
 @dataclass(frozen=True)
@@ -150,13 +149,25 @@ class DataConfig:
     """The text."""
 
     files: tuple[str, ...] = ()
-    """Files or globs, read as bytes; empty: Python's own documentation and standard library sources."""
+    """Files, folders or globs of text, .jsonl, .arrayrecord or tokens (.bin); empty: Python's own documentation."""
     seq_len: int = 128
     """Tokens that the model sees at once."""
     seed: int = 0
     """Order of the samples."""
     eval_fraction: float = 0.05
     """Share of the text held out, in pieces from all over it."""
+    mixture: FrozenMap[float] = field(default_factory=FrozenMap)
+    """Instead of files: paths, folders or globs and their weights, the share of samples from each."""
+    tokenizer: str = "bytes"
+    """bytes, a tokenizer.json or a SentencePiece .model; for text, .bin files hold tokens already."""
+    text_field: str = "text"
+    """Field of a JSON line that is its text."""
+    eos: int = -1
+    """Token that ends a document of a .bin file that does not say so itself; -1: none."""
+    document_mask: bool = False
+    """Whether attention and loss stop at the ends of documents inside a window."""
+    on_corrupt: Literal["error", "skip"] = "error"
+    """What a damaged document is: an error with file and place, or skipped and counted."""
     log_samples: bool = False
     """Keep the ids of every step's samples in RUN/samples, a file for each process."""
 
@@ -362,13 +373,28 @@ class Config:
             raise ConfigError("model.fused_gate_up: true, but experts have no fused product; false, or num_experts 0")
         if self.data.seq_len > m.max_seq_len:
             raise ConfigError(f"data.seq_len: {self.data.seq_len} is over model.max_seq_len {m.max_seq_len}")
-        if m.vocab_size < BYTES:
-            raise ConfigError(f"model.vocab_size: {m.vocab_size} is too small for bytes; at least {BYTES}")
+        self.check_tokens()
         if BITS[m.dtype] > BITS[m.param_dtype]:
             raise ConfigError(
                 f"model.param_dtype: {m.param_dtype} is narrower than model.dtype {m.dtype}; "
                 f"param_dtype {m.dtype}, or dtype {m.param_dtype} too"
             )
+
+    def check_tokens(self) -> None:
+        """Refuse a vocabulary too small for the tokens, and files that are not there."""
+        d = self.data
+        if d.mixture and d.files:
+            raise ConfigError("data.mixture: names its own files; leave data.files empty")
+        for name, weight in d.mixture.items():
+            if not isinstance(weight, int | float) or not 0 < weight < INF:
+                raise ConfigError(f"data.mixture.{name}: {weight!r} is not a weight above 0")
+        paths = data.sources.find(tuple(d.mixture), "data.mixture") if d.mixture else data.find(d.files)
+        if paths and all(data.sources.holds_tokens(path) for path in paths):
+            return  # every window is looked at when it is read
+        need = data.load_tokenizer(d.tokenizer).vocab_size
+        if self.model.vocab_size < need:
+            what = "bytes" if d.tokenizer == "bytes" else f"data.tokenizer {d.tokenizer}"
+            raise ConfigError(f"model.vocab_size: {self.model.vocab_size} is too small for {what}; at least {need}")
 
     def check_run(self) -> None:
         """Refuse steps, batches and places that do not fit together."""
@@ -397,7 +423,6 @@ class Config:
             raise ConfigError(f"train.run_dir: {t.run_dir!r} is a file, not a folder")
         if t.tensorboard:
             metrics.require_tensorboard()
-        data.find(self.data.files)
 
 
 INF = float("inf")
@@ -414,6 +439,7 @@ RANGES: tuple[tuple[str, str, float, float], ...] = (
     ("data", "seq_len", 1, INF),
     ("data", "seed", 0, 2**31 - 1),
     ("data", "eval_fraction", 0.001, 0.5),
+    ("data", "eos", -1, INF),
     ("optimizer", "lr", 0, INF),
     ("optimizer", "betas", 0, 0.999999),
     ("optimizer", "eps", 0, INF),

@@ -44,6 +44,7 @@ def train(config: Config, beat: Beat = lambda where: None) -> int:
         batch_size=config.train.batch_size,
         eval_batch_size=part,
         eval_batches=config.train.eval_batches,
+        vocab_size=config.model.vocab_size,
     )
     distributed.same("the text", data.text.sha256)
     beat("initialization")
@@ -278,14 +279,16 @@ class Run:
         g, params, mesh = r.geometry, self.birth.params, self.birth.mesh
         count = sum(x.size for x in jax.tree.leaves(params))
         devices = f"{mesh.size} {mesh.devices.flat[0].platform} device{'s' if mesh.size > 1 else ''}"
+        unit = "B" if c.data.tokenizer == "bytes" else "tokens"
         tokens = data.held_out[0]["tokens"][:, :-1]
         facts = {
             "model": f"{g.num_layers} layers, d_model {g.d_model}, {g.num_heads} heads, {g.mlp} {g.d_ff}, "
             f"vocabulary {g.vocab_size}: {si(count)} parameters in {c.model.param_dtype}",
             "mesh": f"{sharding.show(mesh.devices.shape)} ({devices})",
-            "data": f"{si(len(data.text.tokens), 'B')}, {data.text.documents} documents, "
+            "data": f"{si(len(data.text.tokens), unit)}, {data.text.documents} documents, "
             f"sha256 {data.text.sha256[:16]}; "
-            f"windows of {c.data.seq_len}: {data.num_train}, held out {data.num_held_out}",
+            f"windows of {c.data.seq_len}: {data.num_train}, held out {data.num_held_out}"
+            + (f"; {data.skipped} damaged documents left out" if data.skipped else ""),
             "scheme": f"{r.name}@{r.version} ({r.source}), {r.residual.formula}",
             "init": f"ok: {verdict.summary()}; digest {verdict.digest}",
             "stream": self.screen.stream(step.stream_variance(self.birth.model, params, tokens)),

@@ -65,10 +65,11 @@ def objective(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax
     """What is minimized, and `loss_sums`: the same loss, plus, times the targets, what the experts' load costs."""
     inputs_BT, targets_BT = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     options = {"deterministic": key is None, "rngs": {} if key is None else {"dropout": key}}
+    mask_BT = batch["segments"][:, :-1] if "segments" in batch else None
     if balanced := getattr(model, "balance_loss", 0.0):
-        logits_BTV, kept = model.apply({"params": params}, inputs_BT, mutable=["losses"], **options)
+        logits_BTV, kept = model.apply({"params": params}, inputs_BT, mask_BT, mutable=["losses"], **options)
     else:
-        logits_BTV = model.apply({"params": params}, inputs_BT, **options)
+        logits_BTV = model.apply({"params": params}, inputs_BT, mask_BT, **options)
     losses_BT = cross_entropy(logits_BTV, targets_BT)
     loss, targets = jnp.sum(losses_BT * batch["weights"]), jnp.sum(batch["weights"])
     total = loss + targets * sum(map(jnp.sum, jax.tree.leaves(kept))) if balanced else loss

@@ -251,3 +251,17 @@ def test_variance_of_the_stream(scan):
     rows = trainer.birth.params["token_embed"][batch_of()["tokens"][:, :-1]]
     assert variance[0] == pytest.approx(float(jnp.mean(rows**2)), rel=1e-5)
     assert variance[0] < variance[-1]
+
+
+def test_packed_documents_do_not_see_each_other():
+    trainer = Trainer()
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(0, 256, (1, n)).astype(np.int32) for n in (5, 7))
+    packed, segments = np.concatenate([a, b, 0 * a], 1), np.repeat([[1, 2, 0]], [5, 7, 5], axis=1)
+    apply = jax.jit(trainer.model.apply)
+    variables = {"params": trainer.birth.params}
+    together = apply(variables, packed, jnp.asarray(segments))
+    assert np.isfinite(together).all()
+    for piece, x in ((together[:, :5], a), (together[:, 5:12], b)):
+        np.testing.assert_allclose(piece, apply(variables, x), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(together[:, 5:12], apply(variables, packed)[:, 5:12], atol=1e-3)
