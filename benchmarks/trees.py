@@ -42,11 +42,11 @@ def own(recipe: Recipe) -> dict[str, Any]:
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
 
 
-def healthy(tree: Any, recipe: Recipe, seed: int) -> dict[str, np.ndarray]:
+def healthy(tree: Any, recipe: Recipe, seed: int, table: Any = None) -> dict[str, np.ndarray]:
     """The tree with the recipe's values, drawn in NumPy where the laws allow it, as `reinit` has them."""
-    seen = trees.viewed(tree, recipe.geometry)
+    seen = trees.viewed(tree, recipe.geometry, table)
     if not all(replays.drawable(v, recipe) for v in seen.views):
-        return {k: np.asarray(x) for k, x in trees.flat(reinit(tree, recipe, seed=seed))}
+        return {k: np.asarray(x) for k, x in trees.flat(reinit(tree, recipe, roles=table, seed=seed))}
     made = {path: np.empty(x.shape, x.dtype) for path, x in trees.flat(tree)}
     for view in seen.views:
         layers, index = np.repeat(np.arange(view.layers), view.n), np.tile(np.arange(view.n), view.layers)

@@ -89,7 +89,9 @@ def inspect(
     lanes, measures = measure.measured(arrays, seen, stacked, at)
     layers = sum(v.layers for v in seen)
     threshold = normal_tail(FALSE_ALARM / (TESTS * max(layers, 1) + 2 * len(seen) + 4))
-    judge = Judge(recipe, threshold, strict, duplicates(seen, measures), products=joint.complaints(seen, arrays, recipe))
+    judge = Judge(
+        recipe, threshold, strict, duplicates(seen, measures), products=joint.complaints(seen, arrays, recipe)
+    )
     replayed = 0
     if seed is not None and replay == "full":
         judge.replays, replayed = replays.compare_all(seen, arrays, recipe, seed)

@@ -389,9 +389,12 @@ def test_z_of_healthy_samples_is_standard_normal(law, n):
     z = np.asarray([invariants.std_deviation(r, n, law.kurtosis) for r in ratios])
     assert stats.kstest(z, "norm").pvalue > 1e-6
     for at in (2.0, 3.0):
-        for tail in (z > at, z < -at):  # binomial: a count that is rarer than 1e-7 would be an alarm about the z
-            low, high = stats.binom.ppf([1e-7, 1 - 1e-7], trials, 1.15 * stats.norm.sf(at))
-            assert low * 0.75 <= tail.sum() <= high
+        for tail in (z > at, z < -at):  # a binomial count, the tail's probability itself being right to 15%
+            low, high = (
+                stats.binom.ppf(p, trials, (1 + off) * stats.norm.sf(at))
+                for p, off in ((1e-7, -0.15), (1 - 1e-7, 0.15))
+            )
+            assert low <= tail.sum() <= high
     means = np.asarray(jnp.mean(x, axis=1), np.float64) * math.sqrt(n)
     assert stats.kstest(means, "norm").pvalue > 1e-6
 

@@ -13,7 +13,7 @@ from deepinit.nn.mlp import Mlp
 from deepinit.nn.moe import Moe
 from deepinit.nn.part import Part
 from deepinit.nn.residual import ResidualAdd, make_gate, times
-from deepinit.nn.stats import collecting, keep, mean_square, tapped, token_correlation
+from deepinit.nn.stats import STREAM, collecting, keep, mean_square, tapped, token_correlation
 from deepinit.sharding import constrain
 
 
@@ -56,6 +56,8 @@ class Block(Part):
         if stream_ms:
             keep(self, "stream_ms", jnp.stack(stream_ms))
             keep(self, "stream_corr", jnp.stack(stream_corr))
+        if collecting(self, STREAM):
+            keep(self, "x", x_BTD, STREAM)
         x_BTD = tapped(self, x_BTD)
         if middle_BTD is None:
             return x_BTD, None

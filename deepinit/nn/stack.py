@@ -37,7 +37,7 @@ def run_layers(
     if part.scan:
         block = linen.scan(
             block,
-            variable_axes={"params": 0, "stats": 0, "losses": 0, "taps": 0},
+            variable_axes={"params": 0, "stats": 0, "losses": 0, "taps": 0, "stream": 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, linen.broadcast, linen.broadcast, 0),
             length=num_layers,

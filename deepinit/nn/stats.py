@@ -1,5 +1,7 @@
 """Statistics that modules keep in the collection `stats` while it is mutable, and taps on the stream's gradient.
 
+In the collection `stream`, every layer keeps the whole stream after it.
+
 Nothing here is computed in an ordinary step. All of it is float32, whatever the model computes in.
 
 B batch, T time, D model, N heads, K key heads, G heads per key head, H head width.
@@ -14,19 +16,20 @@ import jax.numpy as jnp
 from flax import linen
 
 COLLECTION = "stats"
+STREAM = "stream"
 TAPS = "taps"
 WINDOW = 256
 """Positions of the first sequence over which attention is looked at."""
 
 
-def collecting(module: linen.Module) -> bool:
+def collecting(module: linen.Module, collection: str = COLLECTION) -> bool:
     """Whether statistics are wanted in this pass."""
-    return module.is_mutable_collection(COLLECTION) and not module.is_initializing()
+    return module.is_mutable_collection(collection) and not module.is_initializing()
 
 
-def keep(module: linen.Module, name: str, value: jax.Array) -> None:
+def keep(module: linen.Module, name: str, value: jax.Array, collection: str = COLLECTION) -> None:
     """Keep a value in the collection, the last one where there are several."""
-    module.sow(COLLECTION, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+    module.sow(collection, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
 def mean_square(x: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
@@ -17,6 +17,9 @@ from deepinit.recipe import Recipe
 from deepinit.report import plots
 from deepinit.report.plots import Curve
 from deepinit.signal.checks import Check
+
+if TYPE_CHECKING:
+    from deepinit.signal.coord import Outcome
 
 STYLE = """
 :root { color-scheme: light; }
@@ -218,3 +221,31 @@ def of_probes(folder: str, curves: Sequence[Curve], found: Sequence[Sequence[Che
         for c, checks in zip(curves, found)
     ]
     return page.write(folder, {"schemes": data})
+
+
+def of_coordinates(folder: str, found: Sequence[Outcome]) -> Path:
+    """The report of `deepinit coord`: sizes over width and depth, and every slope."""
+    g = found[0].grid
+    page = Page(
+        "Coordinate check",
+        f"{g.optimizer}, learning rate {g.lr:g}, {g.steps} steps, {g.seeds} seeds, {g.batch} x {g.seq_len} tokens. "
+        "Slopes are of log size against log width or depth; 0 is level.",
+    )
+    page.table(("scheme", "width", "depth"), [(f.scheme, f.ok("width"), f.ok("depth")) for f in found])
+    for axis in ("width", "depth"):
+        shown = [f for f in found if f.ok(axis) is not None]
+        if not shown:
+            continue
+        page.heading(f"Over {axis}")
+        for quantity in ("change of stream, last layer", "change of logits"):
+            name = f"{axis}_{quantity.split()[2].strip(',')}"
+            caption = f"RMS {quantity} from step 0 to step {g.steps}; each line carries its slope."
+            page.figure(name, plots.coordinate(shown, axis, quantity, g.steps), caption)
+    for f in found:
+        page.heading(f.scheme)
+        page.table(
+            ("axis", "quantity", "step", "slope", "+-", "passes up to", "verdict", "sure"),
+            [(s.axis, s.quantity, s.step, f"{s.slope:+.3f}", s.half_width, s.high, s.ok, f"{s.confidence:.0%}")
+             for s in f.slopes],
+        )  # fmt: skip
+    return page.write(folder, {"schemes": [f.to_json() for f in found]})

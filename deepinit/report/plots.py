@@ -9,15 +9,19 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from deepinit.signal.measured import Measured
 from deepinit.signal.predict import Prediction
+
+if TYPE_CHECKING:
+    from deepinit.signal.coord import Outcome
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
@@ -129,6 +133,31 @@ def exponents(curves: Sequence[Curve]) -> Figure:
     return figure(draw, "Growth of the first update with depth", height=max(2.4, 1.2 + 0.3 * count))
 
 
+def coordinate(found: Sequence[Outcome], axis: str, quantity: str, step: int) -> Figure:
+    """Sizes of one quantity over width or depth, each line with its slope."""
+
+    def draw(ax: Axes) -> list[End]:
+        ends: list[End] = []
+        ticks: set[int] = set()
+        for i, f in enumerate(found):
+            s = next((s for s in f.slopes if (s.axis, s.quantity, s.step) == (axis, quantity, step)), None)
+            if s is None:
+                continue
+            along = f.grid.widths if axis == "width" else f.grid.depths
+            color, dash = COLORS[i % len(COLORS)], DASHES[i % len(DASHES)]
+            ax.plot(along, s.sizes, color=color, ls=dash, marker="o", ms=4.5, mfc="white")
+            ends.append((along[-1], s.sizes[-1], f"{f.scheme} {s.slope:+.2f}", color))
+            ticks |= set(along)
+        ax.set_xscale("log")
+        ax.set_xticks(sorted(ticks), [str(t) for t in sorted(ticks)])
+        ax.minorticks_off()
+        set_log(ax)
+        ax.set(xlabel="d_model" if axis == "width" else "layers", ylabel="RMS")
+        return ends
+
+    return figure(draw, f"{quantity[0].upper()}{quantity[1:]} after {step} steps")
+
+
 # --- how ---------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +206,7 @@ def lines(
         if shown is not None:
             end = first + int(np.flatnonzero(np.isfinite(drawn[0]))[-1]) if np.isfinite(drawn[0]).any() else first
             ends.append((end, float(shown[-1]), curve.label, color))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if log:
         set_log(ax)
     if still:
@@ -196,6 +226,10 @@ def set_log(ax: Axes) -> None:
         return
     pad = max(0.04 * math.log(high / low), (math.log(4) - math.log(high / low)) / 2)
     ax.set_ylim(low * math.exp(-pad), high * math.exp(pad))
+    if high / low < 30:  # too few powers of ten to read by
+        ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
 def label_ends(ax: Axes, ends: Sequence[End]) -> None:

@@ -17,6 +17,7 @@ from deepinit.signal.measured import Measured
 from deepinit.signal.predict import Prediction
 
 if TYPE_CHECKING:
+    from deepinit.signal.coord import Outcome
     from deepinit.signal.study import Case
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
@@ -194,3 +195,27 @@ def compared(out: Console, cases: Sequence[Case]) -> Table:
                "loss predicted", "measured", "worst |z|", "verdict")  # fmt: skip
     right = ("Var(x_L) predicted", "measured", "corr. top", "grad first/last", "loss predicted", "worst |z|")
     return table(columns, rows, right=right)
+
+
+def coordinates(out: Console, found: Outcome) -> None:
+    """A coordinate check: slopes by step, verdicts."""
+    for axis in ("width", "depth"):
+        ok = found.ok(axis)
+        if ok is None:
+            continue
+        along = found.grid.widths if axis == "width" else found.grid.depths
+        rows = []
+        for quantity in dict.fromkeys(s.quantity for s in found.slopes if s.axis == axis):
+            own = {s.step: s for s in found.slopes if s.axis == axis and s.quantity == quantity}
+            worst = max(own.values(), key=lambda s: (not s.ok, abs(s.slope)))
+            bound = f"<= {worst.high:.2f}" if math.isinf(worst.low) else f"+-{worst.high:.2f}"
+            steps = [power(own[t].slope) if t in own else "" for t in range(found.grid.steps + 1)]
+            said = "ok" if all(s.ok for s in own.values()) else "FAILS"
+            rows.append((quantity, *steps, f"{worst.half_width:.2f}", bound, said, f"{worst.confidence:.0%}"))
+        names = tuple(f"t={t}" for t in range(found.grid.steps + 1))
+        columns = ("slope of log size", *names, "+-", "passes", "verdict", "sure")
+        out.print(f"{found.scheme} over {axis} {', '.join(map(str, along))}")
+        out.print(table(columns, rows, right=(*names, "+-", "sure")))
+    words = {True: "passes", False: "FAILS", None: "not run"}
+    g, ends = found.grid, ", ".join(f"{axis} {words[found.ok(axis)]}" for axis in ("width", "depth"))
+    out.print(f"{found.scheme}: {ends}  ({g.optimizer}, lr {g.lr:g}, {g.seeds} seeds, {found.seconds:.0f} s)")

@@ -75,9 +75,7 @@ def ds_init_code(g: Geometry) -> Recipe:
 
 
 @register("admin", source="arXiv:2004.08249; microsoft/admin-torch 08b6605 admin.py", norm="post")
-def admin(
-    g: Geometry, *, growth: Literal["log n", "1", "n", "measured"] = "log n", learnable: bool = True
-) -> Recipe:
+def admin(g: Geometry, *, growth: Literal["log n", "1", "n", "measured"] = "log n", learnable: bool = True) -> Recipe:
     """x <- LN(w x + F(x)), w one per feature, learnable, at first sqrt((R+1)/ln(R+1) - 1); Xavier uniform.
 
     R counts residual additions. `growth` is how far the output may move with the number n of them: w = sqrt(R) for "1",
@@ -221,9 +219,7 @@ def subln_encdec_encoder(g: Geometry) -> Recipe:
 
 
 @register("normformer", source="arXiv:2110.09456", norm="pre", verified=False)
-def normformer(
-    g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total", residual_scale: bool = False
-) -> Recipe:
+def normformer(g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total", residual_scale: bool = False) -> Recipe:
     """Pre-norm with a norm after attention, one after the first MLP matrix, and a learnable gain per head, 1 at first.
 
     A learnable scale on the skip of the MLP, one per feature and 1 at first, is optional there (`residual_scale`). The

@@ -132,6 +132,49 @@ def compare(options: argparse.Namespace, flags: list[str]) -> int:
     return 0 if all(case.ok for case in cases) else 1
 
 
+def coord(options: argparse.Namespace, flags: list[str]) -> int:
+    """Coordinate check of one scheme or several; 1 where a quantity does not pass."""
+    from deepinit.signal.grid import Grid, recipes
+
+    wanted = configs(options, flags)
+    o = wanted[0][1].optimizer
+    grid = Grid(
+        widths=sizes("--widths", options.widths), depths=sizes("--depths", options.depths), head_dim=options.head_dim,
+        steps=options.steps, seeds=options.seeds, optimizer=options.optimizer, lr=o.lr, betas=o.betas, eps=o.eps,
+    )  # fmt: skip
+    made = [(label, recipes(config, grid), config.model_options()) for label, config in wanted]
+    for _, at, _ in made:
+        for size in grid.points:
+            at(*size)
+    refuse_report(options)
+    from deepinit.signal.coord import check
+
+    found = [check(label, at, grid, chosen) for label, at, chosen in made]
+    if options.json:
+        emit({"schemes": [f.to_json() for f in found]})
+    if options.report:
+        from deepinit.report import html
+
+        where = html.of_coordinates(options.report, found)
+    if not options.json:
+        from deepinit.report import signals, tables
+
+        out = tables.console()
+        for f in found:
+            signals.coordinates(out, f)
+        if options.report:
+            out.print(f"report: {where}")
+    return 0 if all(f.ok(axis) is not False for f in found for axis in ("width", "depth")) else 1
+
+
+def sizes(flag: str, text: str) -> tuple[int, ...]:
+    """Whole numbers between commas."""
+    try:
+        return tuple(sorted(int(x) for x in text.split(",") if x.strip()))
+    except ValueError:
+        raise ConfigError(f"{flag}: {text!r} is not a list of whole numbers such as 32,64,128") from None
+
+
 def refuse_report(options: argparse.Namespace) -> None:
     """A folder that cannot be written is told before the work."""
     if options.report:

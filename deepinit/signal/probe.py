@@ -6,6 +6,7 @@ configured optimizer; and, to first order, what each role's step alone does to t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinit import roles
 from deepinit.geometry import VECTORS, Role
@@ -21,6 +22,7 @@ from deepinit.nn.stats import COLLECTION, TAPS
 from deepinit.recipe import Recipe
 from deepinit.roles import STACK, Leaf
 from deepinit.signal.measured import Measured, RoleSignal
+from deepinit.train.step import cross_entropy
 
 FACTORS = (Role.RESIDUAL_GATE, Role.BRANCH_SCALE)
 EFFECT_TOKENS = 64
@@ -62,7 +64,9 @@ def measure(model: Any, params: Any, tokens: jax.Array, update: Any, rates: Any,
     value = jax.value_and_grad(lambda p, t: observed_loss(model, p, t, tokens), argnums=(0, 1), has_aux=True)
     (loss, seen), (grads, tapped) = value(params, taps)
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    steps = {"sgd": jax.tree.map(lambda r, g: -r * g, rates, grads), "optimizer": update(grads, params)}
+    steps = {"optimizer": update(grads, params)}
+    if rates is not None:
+        steps["sgd"] = jax.tree.map(lambda r, g: -r * g, rates, grads)
     out = {
         "loss": loss,
         "stats": seen["stats"],
@@ -84,11 +88,13 @@ def observed_loss(model: Any, params: Any, taps: Any, tokens: jax.Array) -> tupl
     """(mean loss, statistics and facts of the logits) of inputs tokens[:, :-1] and targets tokens[:, 1:]."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     logits, kept = model.apply({"params": params, TAPS: taps}, inputs, mutable=[COLLECTION])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    real = logits[..., : model.geometry.vocab_size]
-    own = jnp.take_along_axis(real, inputs[..., None], -1)[..., 0]
-    others = (jnp.sum(jnp.square(real)) - jnp.sum(jnp.square(own))) / (real.size - own.size)
-    return losses.mean(), {"stats": kept[COLLECTION], "logits": (others, own.mean())}
+    losses = cross_entropy(logits, targets)
+    row = jnp.arange(logits.shape[-1])
+    here = row == inputs[..., None]  # found by comparing: looked up by index, a split vocabulary would be gathered
+    own = jnp.sum(jnp.where(here, logits, 0.0), -1)
+    other = jnp.where(here | (row >= model.geometry.vocab_size), 0.0, logits)
+    spread = jnp.sum(jnp.square(other)) / (inputs.size * max(model.geometry.vocab_size - 1, 1))
+    return losses.mean(), {"stats": kept[COLLECTION], "logits": (spread, own.mean())}
 
 
 def taps_of(model: Any) -> dict[str, Any]:
@@ -165,12 +171,21 @@ def effect_by_role(model: Any, params: Any, step: Any, tokens: jax.Array) -> ByR
     def logits(p: Any) -> jax.Array:
         return model.apply({"params": p}, tokens)[..., : model.geometry.vocab_size]
 
+    push = pushforward(logits, params)
+
     def one(pick: jax.Array) -> jax.Array:
         some = jax.tree.unflatten(tree, list(pick))
-        direction = jax.tree.map(lambda m, u, p: (m * u).astype(p.dtype), some, step, params)
-        return jnp.sqrt(jnp.mean(jnp.square(jax.jvp(logits, (params,), (direction,))[1].astype(jnp.float32))))
+        moved = push(jax.tree.map(lambda m, u, p: (m * u).astype(p.dtype), some, step, params))
+        return jnp.sqrt(jnp.mean(square(moved)))
 
     return dict(zip(names, jax.lax.map(one, jnp.asarray(picks))))
+
+
+def pushforward(f: Callable[[Any], Any], at: Any) -> Callable[[Any], Any]:
+    """direction -> derivative of f along it, from two reverse passes: custom gradients have no forward mode."""
+    y, pull = jax.vjp(f, at)
+    _, push = jax.vjp(lambda cotangent: pull(cotangent)[0], jax.tree.map(jnp.zeros_like, y))
+    return lambda direction: push(direction)[0]
 
 
 # --- on the host -------------------------------------------------------------------------------------------------
@@ -193,10 +208,10 @@ def collect(found: Mapping[str, Any], params: Any, recipe: Recipe, shape: tuple[
                 weight_rms=np.sqrt(weight2 / count[role]),
                 gradient=np.sqrt(np.asarray(found["role_gradient2"][role], np.float64)),
                 zero_gradient=np.asarray(found["zero"][role]) / count[role],
-                sgd_update=ratio["sgd"],
+                sgd_update=ratio.get("sgd", np.full(len(weight2), np.nan)),
                 update=ratio["optimizer"],
-                sgd_effect=effect.get("sgd", float("nan")),
-                effect=effect.get("optimizer", float("nan")),
+                sgd_effect=effect.get("sgd", math.nan),
+                effect=effect.get("optimizer", math.nan),
             )
     stats = found["stats"]
     return Measured(
@@ -224,3 +239,25 @@ def layered(stats: Mapping[str, Any], layers: int) -> Any:
     if STACK in stats:
         return stats[STACK]
     return jax.tree.map(lambda *xs: np.stack(xs), *(stats[f"{STACK}_{i}"] for i in range(layers)))
+
+
+def observer(model: Any, recipe: Recipe, tx: Any, mesh: Any) -> Callable[[Any, Any], Callable[[], Measured]]:
+    """For a training run: (state, batch) -> a function that waits for the numbers of the step about to be taken.
+
+    One more forward and backward pass over the batch's first part, without dropout; nothing is changed.
+    """
+
+    def look(params: Any, opt_state: Any, tokens: jax.Array) -> dict[str, Any]:
+        return measure(model, params, tokens, lambda g, p: tx.update(g, opt_state, p)[0], None, 0)
+
+    run = jax.jit(look, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def observe(state: Any, batch: Any) -> Callable[[], Measured]:
+        shape, shapes = (
+            batch["tokens"].shape[1:],
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params),
+        )
+        found = run(state.params, state.opt_state, batch["tokens"][0])
+        return lambda: collect(jax.device_get(found), shapes, recipe, shape, math.nan)
+
+    return observe

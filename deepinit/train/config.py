@@ -234,6 +234,8 @@ class TrainConfig:
     """For load: list, globs over the leaves of a state, such as params/layers/*; the others stay initial."""
     log_every: int = 1
     """Steps between rows of metrics.jsonl."""
+    probe_every: int = 0
+    """Steps between probes of the signal (RUN/probe.jsonl, and warnings); 0: none. A probe costs about a step."""
     max_bad_steps: int = 5
     """Non-finite steps in a row after which the run stops."""
     profile: tuple[int, ...] = ()
@@ -458,6 +460,7 @@ RANGES: tuple[tuple[str, str, float, float], ...] = (
     ("train", "checkpoint_every", 0, INF),
     ("train", "keep_checkpoints", 1, INF),
     ("train", "log_every", 1, INF),
+    ("train", "probe_every", 0, INF),
     ("train", "max_bad_steps", 1, INF),
     ("train", "profile", 1, INF),
 )

@@ -15,6 +15,10 @@ from rich.console import Console
 
 from deepinit import calibration, sharding
 from deepinit.projection import project
+from deepinit.signal.measured import Measured
+from deepinit.signal.probe import observer
+from deepinit.signal.watch import Watch, unigram_entropy
+from deepinit.signal.watch import row as probe_row
 from deepinit.train import checkpoint, distributed, folder, optimizer, step
 from deepinit.train import data as text
 from deepinit.train.birth import Birth, born
@@ -73,6 +77,7 @@ class Run:
         self.evaluate = step.evaluator(birth.model, birth.mesh)
         self.ballot = distributed.Ballot(birth.mesh)
         self.stream = data.train
+        self.watch = Watch(unigram_entropy(data.text.tokens), config.optimizer.warmup_steps)
         self.tokens = 0
         self.compile_s: float | None = None
 
@@ -118,10 +123,13 @@ class Run:
             self.samples.open(start)
         distributed.sync("samples")
         self.metrics = Metrics(self.folder, start, t.tensorboard) if distributed.first() else Nowhere()
+        keeping = t.probe_every and distributed.first()
+        self.probes = Metrics(self.folder, start, name="probe.jsonl") if keeping else Nowhere()
         try:
             return self.loop(state, shardings, tx, start)
         finally:
             self.metrics.close()
+            self.probes.close()
 
     def loop(self, state: step.TrainState, shardings: Any, tx: optax.GradientTransformation, start: int) -> int:
         """Dispatch a step, read the metrics of the one before, evaluate, save."""
@@ -137,13 +145,17 @@ class Run:
         run_step = step.jitted(pure, shardings, self.birth.mesh).lower(state, batch).compile()
         self.compile_s = time.perf_counter() - began
         screen.say(f"step compiled in {self.compile_s:.1f} s")
+        observe = observer(self.birth.model, recipe, tx, self.birth.mesh)
         waiting, bad, vote, self.clock = None, 0, 0, time.perf_counter()
         with interruptible() as interrupted, Profile(self.folder / "profile", t.profile) as profile:
             for done in range(start + 1, end + 1):
                 profile.before(done)
+                probed = observe(state, batch) if due(done, t.probe_every) else None
                 state, metrics = run_step(state, batch)
                 if done < end:
                     batch = self.batch(done)  # while the devices work
+                if probed:
+                    self.observed(done, probed())
                 if waiting:
                     bad, vote = self.read(*waiting)
                 waiting = (done, metrics, self.ballot.cast(sum(interrupted)))
@@ -231,9 +243,18 @@ class Run:
         if first is not None or due(done, self.config.train.log_every) or done == self.config.last_step:
             self.metrics.write(row)
         self.screen.step(row)
+        for warning in self.watch.loss(done, m["loss"]):
+            self.screen.say(f"step {done}: {warning}")
         if m["bad_in_row"]:
             self.screen.say(f"step {done}: loss or gradient is not finite, nothing was changed")
         return m["bad_in_row"], int(ballot)
+
+    def observed(self, done: int, found: Measured) -> None:
+        """Keep a probe of the step, and say what it warns of."""
+        warnings = self.watch.probe(done, found)
+        self.probes.write({**probe_row(done, found), "warnings": warnings})
+        for warning in warnings:
+            self.screen.say(f"step {done}: {warning}")
 
     def meta(self, done: int) -> Row:
         """What a checkpoint says besides the state."""

@@ -1,4 +1,7 @@
-"""metrics.jsonl: a row for a step or an evaluation, on disk as soon as it is known; TensorBoard beside it if wanted."""
+"""metrics.jsonl: a row for a step or an evaluation, on disk as soon as it is known; TensorBoard beside it if wanted.
+
+probe.jsonl has a row for each probe of the signal.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ def read(path: Path) -> list[Row]:
 class Metrics:
     """Appends rows to a run's metrics."""
 
-    def __init__(self, folder: Path, after: int = 0, tensorboard: bool = False):
+    def __init__(self, folder: Path, after: int = 0, tensorboard: bool = False, name: str = "metrics.jsonl"):
         """Rows after the step `after`, written by a run that did not come as far as a checkpoint, are dropped."""
         self.board = board(folder, after) if tensorboard else None
-        path = folder / "metrics.jsonl"
+        path = folder / name
         rows = [row for row in read(path) if row["step"] <= after]
         new = path.with_suffix(".tmp")
         new.write_text("".join(_line(row) for row in rows))

@@ -149,6 +149,36 @@ def test_another_mesh_goes_on(straight, home, capsys):
     assert rows[-1]["loss"] == pytest.approx(rows[-3]["loss"], rel=0.1)
 
 
+# case B72
+def test_a_new_run_from_the_parameters_of_another(straight, home, capsys):
+    flags = f"--train.load-from {straight} --train.load params --train.steps 5 --train.eval-every 0"
+    assert train(config_of(home, "finetuned", flags)) == 0
+    out = capsys.readouterr().out
+    assert f"leaves from {straight / 'checkpoints' / '20'}, " in out
+    record = json.loads((home / "finetuned" / "origins.json").read_text())
+    assert record["checkpoint"] == str(straight / "checkpoints" / "20")
+    origins = record["leaves"]
+    assert {origins[path] == path for path in origins if path.startswith("params/")} == {True}
+    assert {origins[path] for path in origins if not path.startswith("params/")} == {"initial"}
+    rows = [row for row in numbers(home / "finetuned") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[0]["loss"] < numbers(straight)[0]["loss"] - 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ("--scheme.name gpt2", "is of another scheme: name megatron there, gpt2 here"),
+        ("--model.num-layers 3", r"params/layers/\S+ is \[2, .* there, \[3, .* here"),
+        ("--model.d-ff 64", r"params/layers/mlp/mlp_up is \[2, 16, 32\] float32 there, \[2, 16, 64\] float32 here"),
+    ],
+)
+def test_another_model_is_not_started_from(straight, home, flags, shown):
+    more = f"--train.load-from {straight} --train.load params {flags}"
+    with pytest.raises(ConfigError, match=shown):
+        train(config_of(home, f"refused{abs(hash(flags))}", more))
+
+
 def test_too_many_bad_steps_stop_the_run(home, capsys):
     """A rate of 1e38 leaves parameters finite after the first step, and no later gradient."""
     flags = "--optimizer.lr 1e38 --optimizer.weight-decay 0 --optimizer.warmup-steps 0 --train.checkpoint-every 1"
