@@ -15,6 +15,8 @@ from deepinit.nn import Decoder
 from deepinit.train import optimizer, step
 from deepinit.train.config import load
 
+pytestmark = pytest.mark.slow
+
 WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 4, 16, 64)
 STEPS, SEEDS, HEAD = 4, 3, 16
 LEVEL = 0.1

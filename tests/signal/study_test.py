@@ -9,6 +9,8 @@ from deepinit import cli
 from deepinit.signal import study
 from deepinit.train.config import load
 
+pytestmark = pytest.mark.slow
+
 TINY = [
     "--model.num-layers", "4", "--model.d-model", "64", "--model.num-heads", "4", "--model.d-ff", "168",
     "--model.max-seq-len", "64", "--data.seq-len", "48", "--train.batch-size", "4",
@@ -25,9 +27,18 @@ def examined(*flags, tokens="text", effects=False):
     "flags",
     [
         ("--scheme.name", "lecun_normal", "--model.num-kv-heads", "2"),
-        ("--scheme.name", "small_init", "--model.mlp", "relu", "--model.norm", "layernorm", "--model.tied-embeddings"),
-        ("--scheme.name", "peri_ln", "--model.qk-norm", "--model.positions", "learned"),
-        ("--scheme.name", "megatron", "--model.parallel", "--mesh.fsdp", "2", "--mesh.tensor", "2"),
+        (
+            "--scheme.name",
+            "small_init",
+            "--model.mlp",
+            "relu",
+            "--model.norm",
+            "layernorm",
+            "--model.tied-embeddings",
+            "true",
+        ),
+        ("--scheme.name", "peri_ln", "--model.qk-norm", "true", "--model.positions", "learned"),
+        ("--scheme.name", "megatron", "--model.parallel", "true", "--mesh.fsdp", "2", "--mesh.tensor", "2"),
         ("--scheme.name", "subln", "--model.num-experts", "4"),
         ("--scheme.name", "tfixup_decoder", "--model.mlp", "gelu"),
     ],
