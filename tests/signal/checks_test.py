@@ -17,9 +17,9 @@ DIFFERENT = np.arange(64)[None]
 TARGETS = np.arange(64)[None] + 100
 
 
-def case(scheme="small_init_scaled", batch=DIFFERENT, geometry=GEOMETRY, norm=None, **args):
+def case(scheme="small_init_scaled", batch=DIFFERENT, geometry=GEOMETRY, norm=None, x0=None, **args):
     """A prediction, and a measurement that agrees with it."""
-    p = predict(deepinit.recipe(scheme, geometry, norm=norm, **args), batch, exponents=False)
+    p = predict(deepinit.recipe(scheme, geometry, norm=norm, **args), batch, input_variance=x0, exponents=False)
     layers = geometry.num_layers
     m = Measured(
         scheme=scheme, layers=layers, batch=len(batch), seq_len=batch.shape[1], variance=p.variance.copy(),
@@ -71,6 +71,15 @@ def test_the_sd_grows_with_repetition_and_with_alignment():
     assert wide == pytest.approx(narrow / 2)
 
 
+def test_amplified_stacks_are_not_judged():
+    p, m = case("glorot_normal", norm="none", geometry=GEOMETRY.replace(num_layers=3), x0=1.0)
+    assert p.amplification > checks.AMPLIFIED
+    m.variance[-1] *= 3
+    found = verdicts(p, m)["Var(x) after layer 3"]
+    assert found.ok is None
+    assert "no verdict" in found.note
+
+
 def test_norm_free_but_bounded_stacks_are_judged_in_the_logarithm():
     p, m = case("tfixup_decoder")
     assert p.amplification <= checks.AMPLIFIED
@@ -117,3 +126,13 @@ def test_wide_logits_have_no_verdict_on_the_loss():
     p, m = case("minicpm")
     assert p.logit_variance > checks.WIDEST
     assert verdicts(p, m)["loss at step 0"].ok is None
+
+
+def test_what_is_not_finite_fails_and_says_where():
+    p, m = case("glorot_normal", norm="none", geometry=GEOMETRY.replace(num_layers=10), x0=1.0)
+    blown = np.concatenate([p.variance, np.full(21 - len(p.variance), np.inf)])
+    blown[14:] = np.inf
+    [found] = checks.compare(p, dataclasses.replace(m, variance=blown), TARGETS)
+    assert found.ok is False
+    assert "from layer 7 on" in found.note
+    assert "predicted to overflow in layer" in found.note
