@@ -26,6 +26,7 @@ import deepinit
 from deepinit import Geometry, initializers, roles, sharded_init
 from deepinit.errors import ConfigError
 from deepinit.nn import Decoder
+from deepinit.recipe import Recipe
 from deepinit.signal import checks
 from deepinit.signal.predict import Prediction, predict
 from deepinit.train import data
@@ -69,8 +70,8 @@ def configurations(seed: int) -> list[dict[str, Any]]:
     return out
 
 
-def examine(c: dict[str, Any], text: Any) -> list[dict[str, Any]]:
-    """Predict and draw one configuration, on random tokens and on text."""
+def setting(c: dict[str, Any]) -> tuple[Recipe, dict[str, Any]]:
+    """(recipe, model options) of a configuration."""
     d_ff = round(8 * c["width"] / 24) * 8 if c["mlp"] == "swiglu" else 4 * c["width"]
     g = Geometry(
         c["depth"], c["width"], c["width"] // 16, d_ff, VOCAB, c["kv"], max_seq_len=POSITIONS, mlp=c["mlp"],
@@ -80,17 +81,27 @@ def examine(c: dict[str, Any], text: Any) -> list[dict[str, Any]]:
     options = {"positions": c["positions"], "norm": c["norm"]}
     if "qk_norm" not in recipe.requires:
         options["qk_norm"] = c["qk_norm"]
+    return recipe, options
+
+
+def batches(c: dict[str, Any], text: Any) -> dict[str, np.ndarray]:
+    """(B, T + 1) tokens of each kind."""
+    rng = np.random.default_rng(c["seed"])
+    drawn = rng.integers(0, VOCAB, (BATCH, POSITIONS + 1), np.int32)
+    if text is None:
+        return {"random": drawn}
+    return {"random": drawn, "text": np.asarray(text.train[int(rng.integers(1, 1000))]["tokens"], np.int32)}
+
+
+def examine(c: dict[str, Any], text: Any) -> list[dict[str, Any]]:
+    """Predict and draw one configuration, on random tokens and on text."""
+    recipe, options = setting(c)
     model = Decoder.from_recipe(recipe, **options)
     shapes = roles.unboxed(sharded_init.abstract_params(model))
     draw, _ = sharded_init.plan(model, shapes, 0)
     draw, run = jax.jit(draw), forward(model.clone(initializer=no_draw))
-    rng = np.random.default_rng(c["seed"])
-    samples = {
-        "random": rng.integers(0, VOCAB, (BATCH, POSITIONS + 1), np.int32),
-        "text": np.asarray(text.train[int(rng.integers(1, 1000))]["tokens"], np.int32),
-    }
     rows = []
-    for kind, tokens in samples.items():
+    for kind, tokens in batches(c, text).items():
         p = predict(recipe, tokens[:, :-1], exponents=False, **options)
         for k in range(2):
             seed = c["seed"] + 7 * k + (kind == "text")
@@ -176,6 +187,12 @@ def summary(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
     normed = [r for r in good if not r["normless"]]
     variance("Var(x_L), all with norms", normed)
+    both: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for r in normed:
+        both.setdefault((r["seed"], r["tokens"]), []).append(r)
+    means = [(np.mean([z_of(r) for r in v]) * len(v) ** 0.5, np.mean([r["measured"] / r["variance"] - 1 for r in v]))
+             for v in both.values()]  # fmt: skip
+    out.append(line("- mean of the two draws", *np.array(means).T))
     for kind in ("random", "text"):
         variance(f"- {kind} tokens", [r for r in normed if r["tokens"] == kind])
     for key, values in (
@@ -220,7 +237,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2025)
     parser.add_argument("--limit", type=int, default=0, help="configurations; 0: all")
     options = parser.parse_args()
-    rows = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
+    rows = read(options.json) if options.json and options.json.exists() else []
     done = {r["seed"] for r in rows}
     todo = configurations(options.seed)[: options.limit or None]
     text = data.load(DataConfig(seq_len=POSITIONS), batch_size=BATCH, eval_batch_size=1, eval_batches=1)
@@ -243,10 +260,19 @@ def main() -> None:
 
 
 def write(path: Path, rows: list[dict[str, Any]], seed: int) -> None:
-    """Rows and how they were made."""
+    """Rows and how they were made, numbers to 5 digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(r) for r in rows)
-    path.write_text(f'{{"seed": {seed}, "jax": "{jax.__version__}", "rows": [\n{lines}\n]}}\n')
+    columns = list(rows[0])
+    short = [[float(f"{r[c]:.5g}") if isinstance(r[c], float) else r[c] for c in columns] for r in rows]
+    lines = ",\n".join(json.dumps(r, separators=(",", ":")) for r in short)
+    head = f'{{"seed": {seed}, "jax": "{jax.__version__}", "columns": {json.dumps(columns)}, "rows": [\n'
+    path.write_text(f"{head}{lines}\n]}}\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a study."""
+    data = json.loads(path.read_text())
+    return [dict(zip(data["columns"], row)) for row in data["rows"]]
 
 
 if __name__ == "__main__":

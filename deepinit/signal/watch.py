@@ -17,6 +17,8 @@ RECENT = 5
 """Probes that make that median."""
 DEAD_AFTER = 100
 """Steps after which a learnable factor should have moved."""
+EARLY = 50
+"""Steps in which a healthy run moves all positions alike: it learns how often each token comes."""
 COLLAPSED = 0.95
 """Token correlation from which on positions can hardly be told apart."""
 RATIO = (1e-7, 0.3)
@@ -112,7 +114,7 @@ class Watch:
 
     def probe(self, step: int, m: Measured) -> list[str]:
         """Variance out of its band, collapsed tokens, dead gates, updates out of range."""
-        found = [*self.variance(m), *self.tokens(m), *self.gates(step, m), *self.updates(m)]
+        found = [*self.variance(m), *self.tokens(step, m), *self.gates(step, m), *self.updates(m)]
         self.first = self.first or (step, m)
         self.probes.append((step, m))
         return found
@@ -135,10 +137,10 @@ class Watch:
                 f"after {usual[worst]:.3g}"
             )
 
-    def tokens(self, m: Measured) -> Iterator[str]:
-        """The layer from which on all positions carry one vector."""
+    def tokens(self, step: int, m: Measured) -> Iterator[str]:
+        """The layer from which on all positions carry one vector; in its first steps any run has little else to say."""
         out = np.flatnonzero(m.layer_correlation > COLLAPSED)
-        if len(out) and self.once("correlation"):
+        if step >= EARLY and len(out) and self.once("correlation"):
             yield (
                 f"tokens have collapsed: from layer {out[0]} on the cosine of two positions is "
                 f"{m.layer_correlation[out[0]]:.3f}"
