@@ -18,8 +18,9 @@ def explained(ratio: float, error: float, role: Role, recipe: Recipe, layer: int
     """
     margin = max(4 * error, 2e-3)
     close = [(abs(math.log(ratio / factor)), text) for factor, text in mistakes(role, recipe, layer) if factor > 0]
-    fits = sorted(c for c in close if c[0] <= margin and abs(math.log(ratio)) > c[0])
-    return f"; as if {fits[0][1]}" if fits else ""
+    fits = [c for c in close if c[0] <= margin and abs(math.log(ratio)) > c[0]]
+    # of mistakes with one factor the first: a missing 1/sqrt(2L) makes an output look like any input
+    return f"; as if {min(fits, key=lambda c: round(c[0], 6))[1]}" if fits else ""
 
 
 def mistakes(role: Role, recipe: Recipe, layer: int | None) -> Iterator[tuple[float, str]]:

@@ -1,6 +1,7 @@
 """Audits name the right scheme, what does not fit, what is unsafe, and what is no initial state."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -79,6 +80,19 @@ def test_one_faulty_leaf_does_not_hide_the_scheme():
     assert (row.role, row.test) == ("attn_out", "std")
     assert "layer 3" in row.reason
     assert not found.ok
+
+
+def test_mistakes_are_named_by_their_ratio():
+    recipe, params = tree_of("modern_small")
+    root = math.sqrt(recipe.geometry.num_residuals)
+    for path, factor, said in (
+        ("layers/block/mlp_down", root, f"as if without 1/sqrt({recipe.geometry.num_residuals})"),
+        ("layers/block/attn_out", 1 / root, "residual additions, twice"),
+        ("layers/block/mlp_up", 8**-0.5, "as if the axis of the layers were among the inputs"),
+    ):
+        broken = {**params, path: params[path] * np.float32(factor)}
+        reasons = [r.reason for r in audits.audit(broken, recipe=recipe, schemes=["modern_small"]).misfits]
+        assert any(said in r for r in reasons), reasons
 
 
 def test_dangers_are_listed():

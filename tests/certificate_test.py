@@ -14,9 +14,8 @@ from deepinit.interop import sources, trees
 from deepinit.invariants import inspect
 from tests.models import born, refused
 
-SMALL_RUN = ["--config", "configs/tiny.yaml", "--model.num-layers", "2", "--model.d-model", "32",
-             "--model.num-heads", "2",
-             "--model.d-ff", "64"]  # fmt: skip
+SIZES = {"num-layers": 2, "d-model": 32, "num-heads": 2, "d-ff": 64}
+SMALL_RUN = ["--config", "configs/tiny.yaml", *(x for k, n in SIZES.items() for x in (f"--model.{k}", str(n)))]
 
 
 def certified(scheme="ds_init", **options):

@@ -53,12 +53,12 @@ def start(command, devices=4):
     )
 
 
-def local(home, run, more="", launch=""):
+def local(home, run, more="", launch="", devices=4):
     """`launch_local.sh 2` with these flags."""
-    return start([ROOT / "scripts/launch_local.sh", 2, *launch.split(), *flags(home, run, more)])
+    return start([ROOT / "scripts/launch_local.sh", 2, *launch.split(), *flags(home, run, more)], devices)
 
 
-def finish(process, timeout=420):
+def finish(process, timeout=1200):
     """(exit status, what was said)."""
     try:
         out, _ = process.communicate(timeout=timeout)
@@ -85,7 +85,7 @@ def samples(folder):
 
 def wait_for(process, folder, step):
     """Until the metrics of a run hold a step."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 1200
     while time.monotonic() < deadline and process.poll() is None:
         if any(row["step"] >= step for row in metrics.read(folder / "metrics.jsonl")):
             return

@@ -207,10 +207,10 @@ def coordinates(out: Console, found: Outcome) -> None:
         rows = []
         for quantity in dict.fromkeys(s.quantity for s in found.slopes if s.axis == axis):
             own = {s.step: s for s in found.slopes if s.axis == axis and s.quantity == quantity}
-            worst = max(own.values(), key=lambda s: (not s.ok, abs(s.slope)))
+            worst = max(own.values(), key=lambda s: (s.ok is False, s.ok is None, abs(s.slope)))
             bound = f"<= {worst.high:.2f}" if math.isinf(worst.low) else f"+-{worst.high:.2f}"
             steps = [power(own[t].slope) if t in own else "" for t in range(found.grid.steps + 1)]
-            said = "ok" if all(s.ok for s in own.values()) else "FAILS"
+            said = {True: "ok", False: "FAILS", None: "open"}[worst.ok]
             rows.append((quantity, *steps, f"{worst.half_width:.2f}", bound, said, f"{worst.confidence:.0%}"))
         names = tuple(f"t={t}" for t in range(found.grid.steps + 1))
         columns = ("slope of log size", *names, "+-", "passes", "verdict", "sure")

@@ -35,6 +35,8 @@ FLAT = 0.15
 """Largest |slope| of a change that is level."""
 FLAT_SIZE = 0.10
 """Largest |slope| of an activation's size over width."""
+SURE = 0.99
+"""A slope out of bounds fails if it is out with this probability; below it there is no verdict."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,11 @@ class Slope:
     """Probability that the slope lies on the side of the bounds where it was found."""
 
     @property
-    def ok(self) -> bool:
-        """Whether the slope passes."""
-        return self.low <= self.slope <= self.high
+    def ok(self) -> bool | None:
+        """Whether the slope passes; None where it is out of bounds and the scatter between seeds leaves it open."""
+        if self.low <= self.slope <= self.high:
+            return True
+        return False if self.confidence >= SURE else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -77,9 +81,9 @@ class Outcome:
     seconds: float
 
     def ok(self, axis: str) -> bool | None:
-        """Whether everything passes along this axis; None where it was not run."""
+        """Whether nothing fails along this axis; None where it was not run."""
         found = [s.ok for s in self.slopes if s.axis == axis]
-        return all(found) if found else None
+        return False not in found if found else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

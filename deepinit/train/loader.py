@@ -180,7 +180,11 @@ def read(path: str) -> Any:
 
 
 def flags(root: type, arguments: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """`--section.field value` and `--section.field=value` as nested dicts, one a flag; dash and underscore alike."""
+    """`--section.field value` and `--section.field=value` as nested dicts, one a flag; dash and underscore alike.
+
+    A switch alone is on: `--model.qk-norm`. Named values come one by one or together: `--scheme.args.base_width 256`,
+    `--scheme.args '{base_width: 256, base_depth: 2}'`.
+    """
     rest = list(arguments)
     while rest:
         name, equals, text = rest.pop(0).partition("=")
@@ -195,13 +199,17 @@ def flags(root: type, arguments: Iterable[str]) -> Iterator[dict[str, Any]]:
         kind = types_of(section).get(path[1])
         if kind is None:
             raise unknown_field(root, path[0], path[1])
-        if len(path) != 2 + names_of(kind):
-            raise ConfigError(f"{name}: write --{path[0]}.{path[1]}{'.name' * names_of(kind)} value")
         if not equals:
-            if not rest or rest[0].startswith("--"):
+            if rest and not rest[0].startswith("--"):
+                text = rest.pop(0)
+            elif kind is bool:
+                text = "true"
+            else:
                 raise ConfigError(f"{name}: needs a value")
-            text = rest.pop(0)
         value: Any = text if takes_text(kind) else _scalar(text, name)
+        missing = 2 + names_of(kind) - len(path)
+        if missing and not (missing > 0 and isinstance(value, dict)):
+            raise ConfigError(f"{name}: write --{path[0]}.{path[1]}{'.name' * names_of(kind)} value")
         for key in reversed(path):
             value = {key: value}
         yield value

@@ -44,6 +44,8 @@ def test_scatter_between_seeds_lowers_the_confidence():
     assert close.ok
     assert far.ok
     assert close.confidence > 0.9 > 0.6 > far.confidence
+    assert verdict("width", "x", 1, np.ones(2), np.array([0.10, 0.24]), -0.15, 0.15).ok is None
+    assert verdict("width", "x", 1, np.ones(3), np.array([0.30, 0.31, 0.32]), -0.15, 0.15).ok is False
     assert far.half_width == pytest.approx(4.303 * 0.32 / math.sqrt(3), rel=1e-3)
 
 

@@ -132,6 +132,18 @@ def test_another_scheme_drops_the_arguments_of_the_first(tmp_path):
     assert load([path], ["--scheme.name", "fixed_normal"]).scheme.args == {"std": 0.01}
 
 
+def test_a_switch_alone_is_on():
+    config = load([], ["--model.qk-norm", "--model.bias", "--train.steps", "30"])
+    assert (config.model.qk_norm, config.model.bias, config.train.steps) == (True, True, 30)
+    assert load([], ["--model.scan", "false", "--model.qk-norm"]).model.scan is False
+
+
+def test_named_values_one_by_one_and_together():
+    one_by_one = ["--scheme.name", "completep", "--scheme.args.base-width", "64", "--scheme.args.base-depth", "2"]
+    together = ["--scheme.name", "completep", "--scheme.args", "{base_width: 64, base_depth: 2}"]
+    assert load([], one_by_one) == load([], together)
+
+
 # ---------------------------------------------------------------------------------------------- refused on loading
 
 
@@ -154,6 +166,8 @@ def test_another_scheme_drops_the_arguments_of_the_first(tmp_path):
         (["--optimizer.lr", "[1"], ["--optimizer.lr", "YAML"]),
         (["--mesh.data.x", "3"], ["--mesh.data value"]),
         (["--scheme.args", "3"], ["--scheme.args.name value"]),
+        (["--model.num-layers", "{x: 3}"], ["model.num_layers", "whole number"]),
+        (["--optimizer.lr", "--train.steps", "3"], ["--optimizer.lr: needs a value"]),
         (["train.steps", "3"], ["'train.steps'", "flag"]),
     ],
 )

@@ -11,8 +11,12 @@ from deepinit.train.checkpoint import Checkpoints
 from tests import launched
 
 pytestmark = pytest.mark.slow
-# wider than the shared model, so that a step takes long enough to be struck
-MORE = "--model.d-model 64 --data.seq-len 64 --train.batch-size 16"
+# one device each; wider than the shared model, so that a step takes long enough to be struck
+MORE = "--mesh.data 1 --mesh.fsdp 2 --model.d-model 64 --data.seq-len 64"
+
+
+def local(home, run, more=MORE, launch=""):
+    return launched.local(home, run, more, launch, devices=1)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +26,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(home):
-    status, said = launched.finish(launched.local(home, "undisturbed", MORE))
+    status, said = launched.finish(local(home, "undisturbed", MORE))
     assert status == 0, said
     return home / "undisturbed"
 
@@ -37,7 +41,7 @@ def ended_alike(folder, undisturbed):
 
 def test_one_of_two_killed_at_a_step(home, undisturbed):
     """The launcher notices, starts both again, and the run goes on by itself."""
-    run = launched.local(home, "killed", MORE, launch="--retries 1")
+    run = local(home, "killed", MORE, launch="--retries 1")
     launched.wait_for(run, home / "killed", 7)
     os.kill(launched.children(run)[1], signal.SIGKILL)
     status, said = launched.finish(run)
@@ -49,8 +53,8 @@ def test_one_of_two_killed_at_a_step(home, undisturbed):
 
 def test_killed_while_a_checkpoint_is_written(home, undisturbed):
     folder = home / "saving"
-    run = launched.local(home, "saving", MORE)
-    deadline = time.monotonic() + 300
+    run = local(home, "saving", MORE)
+    deadline = time.monotonic() + 1200
     while (
         not list((folder / "checkpoints").glob("5.orbax-checkpoint-tmp*")) and not (folder / "checkpoints/5").exists()
     ):
@@ -60,18 +64,18 @@ def test_killed_while_a_checkpoint_is_written(home, undisturbed):
     for pid in launched.children(run):
         os.kill(pid, signal.SIGKILL)
     assert launched.finish(run)[0] == 128 + signal.SIGKILL
-    status, said = launched.finish(launched.local(home, "saving", MORE))
+    status, said = launched.finish(local(home, "saving", MORE))
     assert status == 0, said
     ended_alike(folder, undisturbed)
 
 
 def test_a_truncated_newest_checkpoint(home, undisturbed):
     folder = home / "truncated"
-    status, said = launched.finish(launched.local(home, "truncated", f"{MORE} --train.stop-at 12"))
+    status, said = launched.finish(local(home, "truncated", f"{MORE} --train.stop-at 12"))
     assert status == 0, said
     largest = max((f for f in (folder / "checkpoints/12").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    status, said = launched.finish(launched.local(home, "truncated", MORE))
+    status, said = launched.finish(local(home, "truncated", MORE))
     assert status == 0, said
     assert "checkpoints/12 is damaged" in said
     assert "going on from step 10" in said
@@ -80,7 +84,7 @@ def test_a_truncated_newest_checkpoint(home, undisturbed):
 
 def test_sigterm_to_one_of_two_stops_both_with_a_checkpoint(home, undisturbed):
     folder = home / "preempted"
-    run = launched.local(home, "preempted", MORE)
+    run = local(home, "preempted", MORE)
     launched.wait_for(run, folder, 6)
     os.kill(launched.children(run)[1], signal.SIGTERM)
     status, said = launched.finish(run)
@@ -88,7 +92,7 @@ def test_sigterm_to_one_of_two_stops_both_with_a_checkpoint(home, undisturbed):
     assert "saved after step" in said
     stopped = max(launched.steps(folder))
     assert Checkpoints(folder / "checkpoints").latest == stopped
-    status, said = launched.finish(launched.local(home, "preempted", MORE))
+    status, said = launched.finish(local(home, "preempted", MORE))
     assert status == 0, said
     assert f"resumed after step {stopped}" in said
     ended_alike(folder, undisturbed)
@@ -97,12 +101,12 @@ def test_sigterm_to_one_of_two_stops_both_with_a_checkpoint(home, undisturbed):
 def test_one_process_stands_still(home, undisturbed):
     """One is stopped like a machine that hangs: the other waits in a collective, says so, and ends in time."""
     folder = home / "stuck"
-    run = launched.local(home, "stuck", f"{MORE} --stuck-timeout 40", launch="")
+    run = local(home, "stuck", f"{MORE} --stuck-timeout 40", launch="")
     launched.wait_for(run, folder, 6)
     still = launched.children(run)[1]
     os.kill(still, signal.SIGSTOP)
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while launched.children(run)[0] != still and time.monotonic() < deadline:
             time.sleep(0.2)
     finally:
@@ -112,7 +116,7 @@ def test_one_process_stands_still(home, undisturbed):
     assert "process 0 of 2 on " in said
     assert "has not moved for 40 s since step" in said
     assert 'File "' in said
-    status, said = launched.finish(launched.local(home, "stuck", MORE))
+    status, said = launched.finish(local(home, "stuck", MORE))
     assert status == 0, said
     ended_alike(folder, undisturbed)
 
@@ -123,7 +127,7 @@ def test_one_process_starts_late(home, undisturbed):
     for i in (0, 1):
         place = ["--coordinator", address, "--processes", 2, "--process", i]
         command = [launched.ROOT / ".venv/bin/deepinit", "train", *place, *launched.flags(home, "late", MORE)]
-        both.append(launched.start(command))
+        both.append(launched.start(command, devices=1))
         time.sleep(10)
     for process in both:
         status, said = launched.finish(process)

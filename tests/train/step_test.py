@@ -135,7 +135,7 @@ def test_an_infinite_gradient_of_a_finite_loss_changes_nothing():
     class Root:
         """Logits sqrt(w): finite at w = 0, where the derivative is not."""
 
-        def apply(self, variables, tokens, deterministic, rngs):
+        def apply(self, variables, tokens, mask, deterministic, rngs):
             return jnp.zeros((*tokens.shape, 256)) + jnp.sqrt(variables["params"]["lm_head"])
 
     config, birth, *_ = parts("")

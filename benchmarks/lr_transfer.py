@@ -1,0 +1,158 @@
+"""The best learning rate over widths, under muP and under the standard scheme, on a small task.
+
+`python -m benchmarks.lr_transfer --json FILE --page docs/lr_transfer.md` (about ten minutes on two idle cores).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import deepinit
+from deepinit.nn import Decoder
+from deepinit.train import data, optimizer, step
+from deepinit.train.config import Config, load
+
+WIDTHS = (64, 128, 256, 512)
+RATES = tuple(2.0**k for k in range(-12, -4))
+STEPS, LAST, BATCH, LENGTH, HEAD = 80, 20, 8, 32, 16
+SCHEMES = {
+    "mup": {"base_width": WIDTHS[0], "base_head_dim": HEAD, "zero_readout": "true"},
+    "fixed_normal": {},
+}
+Losses = dict[str, dict[int, dict[float, list[float]]]]
+
+
+def config_of(scheme: str, width: int) -> Config:
+    """Two layers, heads of 16, no decay, a rate of 1 that `train` multiplies, warmed up over ten steps."""
+    args = " ".join(f"--scheme.args.{k} {v}" for k, v in SCHEMES[scheme].items())
+    flags = f"""--scheme.name {scheme} {args} --model.d-model {width} --model.num-layers 2 --model.d-ff {2 * width}
+        --model.num-heads {width // HEAD} --model.max-seq-len {LENGTH} --data.seq-len {LENGTH}
+        --train.steps {STEPS} --train.batch-size {BATCH} --optimizer.lr 1 --optimizer.schedule constant
+        --optimizer.warmup-steps 10 --optimizer.weight-decay 0 --optimizer.clip-norm 0"""
+    return load([], flags.split())
+
+
+@functools.cache
+def batches(seed: int) -> dict[str, np.ndarray]:
+    """(STEPS, BATCH, ...): the same text for every scheme, width and rate of one seed."""
+    config = config_of("fixed_normal", WIDTHS[0]).replace(data__seed=seed)
+    found = data.load(config.data, batch_size=BATCH, eval_batch_size=BATCH, eval_batches=1)
+    rows = [found.train[i] for i in range(STEPS)]
+    return {k: np.stack([r[k] for r in rows]) for k in ("tokens", "weights")}
+
+
+def trainer(scheme: str, width: int) -> Any:
+    """(seed, rate) -> mean loss of the last steps; compiled once, since Adam's update is linear in its rate."""
+    config = config_of(scheme, width)
+    recipe = config.check()
+    model = Decoder.from_recipe(recipe, **config.model_options())
+    tx = optimizer.make(config, recipe, jax.eval_shape(lambda: deepinit.init_sharded(model, recipe)))
+
+    @jax.jit
+    def run(params: Any, texts: Any, rate: Any) -> Any:
+        def one(carry: Any, batch: Any) -> Any:
+            params, state = carry
+            loss, _, grads = step.gradients(model, params, jax.tree.map(lambda x: x[None], batch))
+            updates, state = tx.update(grads, state, params)
+            moved = optimizer.apply_updates(params, jax.tree.map(lambda u: u * rate, updates))
+            return (moved, state), loss
+
+        return jax.lax.scan(one, (params, tx.init(params)), texts)[1][-LAST:].mean()
+
+    def at(seed: int, rate: float) -> float:
+        params = deepinit.init_sharded(model, recipe, seed=seed)
+        return float(run(params, {k: jnp.asarray(v) for k, v in batches(seed).items()}, jnp.float32(rate)))
+
+    return at
+
+
+def measure(widths: Sequence[int], rates: Sequence[float], seeds: int) -> Losses:
+    """Scheme -> width -> rate -> loss of each seed."""
+    found: Losses = {}
+    for scheme in SCHEMES:
+        for width in widths:
+            began, at = time.perf_counter(), trainer(scheme, width)
+            losses = {rate: [at(seed, rate) for seed in range(seeds)] for rate in rates}
+            found.setdefault(scheme, {})[width] = losses
+            print(f"{scheme} {width}: best {best(losses):.3g}, {time.perf_counter() - began:.0f} s", flush=True)
+    return found
+
+
+def mean(losses: Sequence[float]) -> float:
+    """Over the seeds; a run that was not finite is no candidate."""
+    value = float(np.mean(losses))
+    return value if math.isfinite(value) else math.inf
+
+
+def best(losses: dict[float, list[float]]) -> float:
+    """The rate with the lowest loss."""
+    return min(losses, key=lambda rate: mean(losses[rate]))
+
+
+def moves(found: dict[int, dict[float, list[float]]]) -> float:
+    """Grid steps (factors of 2) from the best rate of the narrowest to that of the widest model."""
+    return math.log2(best(found[max(found)]) / best(found[min(found)]))
+
+
+def page(found: Losses, seeds: int) -> str:
+    """The figures as Markdown."""
+    names = {"mup": "muP (base width 64, readout zero at first)", "fixed_normal": "standard (`fixed_normal`)"}
+    parts = [
+        "# Does the best learning rate transfer over width?",
+        "<!-- made by `python -m benchmarks.lr_transfer --page docs/lr_transfer.md`; do not edit -->",
+        f"A two-layer decoder with heads of {HEAD} reads Python's own documentation and sources as bytes: {STEPS} "
+        f"steps of {BATCH} x {LENGTH} tokens, Adam, 10 steps of warm-up and then a constant rate, no decay, no "
+        "clipping. Every scheme, width and rate sees the same text. The figure is the mean training loss of the last "
+        f"{LAST} steps"
+        + (f", over {seeds} seeds" if seeds > 1 else ", one seed")
+        + "; the best of a width is in bold.",
+    ]
+    for scheme, by_width in found.items():
+        rates = list(next(iter(by_width.values())))
+        rows = []
+        for width, losses in by_width.items():
+            top = best(losses)
+            cells = [f"{mean(losses[r]):.3f}" if math.isfinite(mean(losses[r])) else "diverged" for r in rates]
+            rows.append([str(width), *(f"**{c}**" if r == top else c for r, c in zip(rates, cells))])
+        heads = ["width", *(f"2^{round(math.log2(r))}" for r in rates)]
+        lines = [heads, ["---"] * len(heads), *rows]
+        parts.append(f"## {names[scheme]}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
+        edge = [w for w, losses in by_width.items() if best(losses) in (rates[0], rates[-1])]
+        said = (
+            f"From width {min(by_width)} to {max(by_width)} the best rate moves by {moves(by_width):+.0f} grid steps."
+        )
+        parts.append(said + (f" At width {edge} it lies at the end of the grid." if edge else ""))
+    parts.append("A short run on a small task measures early training; it is no proof for long ones.")
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--page", metavar="FILE", help="write the page there")
+    options = parser.parse_args()
+    found = measure(options.widths, RATES, options.seeds)
+    text = page(found, options.seeds)
+    print(text)
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    if options.page:
+        Path(options.page).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
