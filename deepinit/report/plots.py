@@ -120,8 +120,8 @@ def exponents(curves: Sequence[Curve]) -> Figure:
                 names.append(f"{label}: {group.replace('_', ' ')}")
                 sgd, adam = laws[group]
                 ax.plot([sgd, adam], [y, y], color="#bbbbbb", lw=1.5, zorder=1)
-                ax.plot(sgd, y, "o", color=COLORS[0], ms=7, label="SGD" if y == 0 else None)
-                ax.plot(adam, y, "D", color=COLORS[1], ms=6.5, label="Adam" if y == 0 else None)
+                ax.plot(sgd, y, "o", color=COLORS[0], ms=9, mfc="none", mew=2, label="SGD" if y == 0 else None)
+                ax.plot(adam, y, "D", color=COLORS[1], ms=5, label="Adam" if y == 0 else None)
         ax.axvline(0, color="black", lw=1)
         ax.set_yticks(range(len(names)), names)
         ax.set_ylim(len(names) - 0.5, -0.5)
@@ -209,12 +209,11 @@ def lines(
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if log:
         set_log(ax)
-    if still:
-        ax.text(0.01, 0.02, f"0 throughout: {', '.join(still)}", transform=ax.transAxes, fontsize=9, color="#555555")
     ax.margins(x=0.01)
-    if both:
-        ax.text(1, 1.02, "line: predicted   circle: measured", transform=ax.transAxes, ha="right", fontsize=8.5,
-                color="#555555")  # fmt: skip
+    aside = [*(["line: predicted   circle: measured"] if both else []),
+             *([f"0 throughout: {', '.join(still)}"] if still else [])]  # fmt: skip
+    if aside:
+        ax.text(1, 1.02, "   ".join(aside), transform=ax.transAxes, ha="right", fontsize=8.5, color="#555555")
     return ends
 
 

@@ -83,13 +83,14 @@ def predictions(out: Console, curves: Sequence[Curve]) -> Table:
         moved = next((g for g, _ in GROUPS if not math.isnan(p.exponents.get(g, (0.0, math.nan))[1])), None)
         rows.append((
             c.label, p.recipe.residual.norm, num(p.variance[0]), num(p.variance[-1]),
-            spark(p.layer_variance, bars=bars(out)), num(p.correlation[-1], 2), num(p.relative_update[-1], 2),
+            spark(p.layer_variance, 12, bars(out)), num(p.correlation[-1], 2), num(p.relative_update[-1], 2),
             num(p.logit_variance), num(p.loss, 4), layer(p.overflow["float16"]), layer(p.overflow["float32"]),
             *(map(power, p.exponents[moved]) if moved else "--"), (moved or "-").replace("_", " "),
         ))  # fmt: skip
     columns = ("scheme", "norm", "Var(x_0)", "Var(x_L)", "by layer (log)", "corr. top", "rel. update", "Var(logit)",
                "loss", "fp16 over", "f32 over", "p SGD", "p Adam", "of")  # fmt: skip
-    return table(columns, rows, right=("Var(x_0)", "Var(x_L)", "corr. top", "rel. update", "Var(logit)", "loss"))
+    right = ("Var(x_0)", "Var(x_L)", "corr. top", "rel. update", "Var(logit)", "loss")
+    return table(columns, rows, right=right, whole=("by layer (log)",))
 
 
 def prediction(out: Console, p: Prediction) -> None:
@@ -188,13 +189,13 @@ def compared(out: Console, cases: Sequence[Case]) -> Table:
         worst = max((abs(c.z) for c in case.checks if c.z is not None and c.ok is not None), default=math.nan)
         rows.append((
             case.label, p.recipe.residual.norm, num(float(p.variance[-1])), num(float(m.variance[-1])),
-            spark(m.layer_variance, bars=bars(out)), num(float(m.correlation[-1]), 2), num(m.gradient_ratio),
+            spark(m.layer_variance, 12, bars(out)), num(float(m.correlation[-1]), 2), num(m.gradient_ratio),
             num(p.loss, 4), num(m.loss, 4), num(worst, 2), "ok" if case.ok else "FAILS",
         ))  # fmt: skip
     columns = ("scheme", "norm", "Var(x_L) predicted", "measured", "by layer (log)", "corr. top", "grad first/last",
                "loss predicted", "measured", "worst |z|", "verdict")  # fmt: skip
     right = ("Var(x_L) predicted", "measured", "corr. top", "grad first/last", "loss predicted", "worst |z|")
-    return table(columns, rows, right=right)
+    return table(columns, rows, right=right, whole=("by layer (log)",))
 
 
 def coordinates(out: Console, found: Outcome) -> None:

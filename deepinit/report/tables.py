@@ -30,11 +30,18 @@ def console(**options: Any) -> Console:
     return made
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = (), title: str = "") -> Table:
-    """A table without vertical lines; the columns named in `right` are aligned to the right."""
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: Sequence[str] = (),
+    title: str = "",
+    whole: Sequence[str] = (),
+) -> Table:
+    """A table without vertical lines; columns in `right` are aligned to the right, those in `whole` never folded."""
     made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
     for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name == columns[0])
+        kept = name in (columns[0], *whole)
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=kept)
     for row in rows:
         made.add_row(*(Text(cell) for cell in row))
     return made
