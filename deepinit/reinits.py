@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from deepinit import initializers, sampler
+from deepinit import initializers, projection, sampler
 from deepinit import roles as roles_of
 from deepinit.errors import ConfigError
 from deepinit.geometry import VECTORS, Role
 from deepinit.interop import trees
+from deepinit.interop.trees import STACKED_EXPERTS
 from deepinit.laws import Constant, External, Factor
 from deepinit.recipe import Recipe
 from deepinit.views import View, on_device
@@ -40,13 +41,8 @@ def reinit(params: Any, recipe: Recipe, *, roles: Any = None, seed: int = 0) -> 
       The same kind of tree; of an NNX module, a new module. Leaves without a role keep their values.
 
     Raises:
-      ConfigError: a leaf without a rule or a shape that cannot hold its matrix; a recipe whose law stands on the whole
-        tree (a projection), or is the caller's.
+      ConfigError: a leaf without a rule or a shape that cannot hold its matrix; a recipe whose law is the caller's.
     """
-    if recipe.project:
-        raise ConfigError(
-            f"reinit: scheme {recipe.name} projects the whole model after init; use deepinit.init_sharded"
-        )
     state = roles_of.state_of(params)
     tree = trees.viewed(state, recipe.geometry, roles)
     managed = [v for v in tree.views if v.leaf.role and v.leaf.role in recipe.weights]
@@ -68,7 +64,7 @@ def assembled(views: Sequence[View], recipe: Recipe, seed: int, dtypes: Mapping[
     parts: dict[int, list[tuple[View, jax.Array]]] = defaultdict(list)
     for members in slots.values():
         layers = [i for v in members for i in (range(v.layers) if v.leaf.stacked else [v.leaf.layer])]
-        drawn = values(members[0], layers, recipe, seed, dtypes[members[0].array])
+        drawn = projected(values(members[0], layers, recipe, seed, dtypes[members[0].array]), members[0], recipe)
         start = 0
         for view in members:
             parts[view.array].append((view, view.put(drawn[start : start + view.layers])))
@@ -110,6 +106,17 @@ def values(view: View, layers: Sequence[int | None], recipe: Recipe, seed: int, 
         return drawn if view.expert is None else drawn[view.expert]
 
     return jax.vmap(one)(jnp.asarray(np.stack(folded, -1)), jnp.asarray(at, np.int32))
+
+
+def projected(drawn: jax.Array, view: View, recipe: Recipe) -> jax.Array:
+    """The values as the recipe's `project` has them, whatever axes stand for d_model; without one, as they are."""
+    role, width = view.leaf.role, recipe.geometry.d_model
+    axis = projection.axis_of(role) if recipe.project and role else None
+    if axis is None:
+        return drawn
+    experts = recipe.geometry.num_experts if role in STACKED_EXPERTS and view.expert is None else 1
+    matrix = (-1, width) if axis == -1 else (len(drawn) * experts, width, -1)
+    return projection.to_unit(drawn.reshape(matrix), axis if axis == -1 else -2).reshape(drawn.shape)
 
 
 # --- containers --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from deepinit.recipe import Recipe
 from deepinit.reinits import reinit
 from tests.interop import layouts
 from tests.interop.layouts import GATED, MOE, PLAIN
-from tests.models import assert_same, born, refused
+from tests.models import SMALL, assert_same, born, refused
 
 GEMMA = dataclasses.replace(GATED, tied_embeddings=True)
 EQUAL = dataclasses.replace(GEMMA, num_kv_heads=8)
@@ -115,12 +115,28 @@ def test_linen_and_nnx_twins_get_the_same_bits():
     assert deepinit.digest(as_state) == deepinit.digest(params)
 
 
-@pytest.mark.parametrize("scheme", ["ds_init", "fixup", "lingua_current_depth"])
+@pytest.mark.parametrize("scheme", ["ds_init", "fixup", "lingua_current_depth", "ngpt"])
 def test_own_trees_of_any_law_are_reinitialized_on_their_mesh(scheme):
     _, recipe, params = born(scheme, mesh=(1, 4, 2), vocab_multiple=64, seed=2)
     new = reinit(jax.tree.map(jnp.zeros_like, params), recipe, seed=2)
     assert_same(new, params)
     assert jax.tree.map(lambda x: x.sharding, new) == jax.tree.map(lambda x: x.sharding, params)
+
+
+@pytest.mark.parametrize("make", [layouts.hf_llama, layouts.maxtext], ids=["outputs first", "layers second"])
+def test_unit_vectors_lie_along_d_model_whatever_the_axes(make):
+    _, recipe, params = born("ngpt")
+    wanted = {leaf.role: np.asarray(x) for leaf, x in deepinit.roles.leaves(params)}
+    new = reinit(make(SMALL), recipe)
+    tree = trees.viewed(new, SMALL)
+    for view in tree.views:
+        if view.leaf.role not in deepinit.geometry.VECTORS:
+            ours = wanted[view.leaf.role]
+            ours = ours[view.leaf.layer][None] if view.leaf.layer is not None else ours
+            found = np.asarray(view.take(np.asarray(tree.arrays[view.array])))
+            assert found.tobytes() == ours.tobytes(), view.leaf.path
+    verdict = inspect(new, recipe)
+    assert {r.test for r in verdict.bad} <= {"constant"}, verdict.table()  # nGPT has no norms, these trees do
 
 
 # --- rules --------------------------------------------------------------------------------------------------------
