@@ -9,6 +9,7 @@ from flax import linen
 
 from deepinit.errors import ConfigError
 from deepinit.geometry import Role
+from deepinit.nn.losses import Head, chunked
 from deepinit.nn.norm import Norm
 from deepinit.nn.part import Part
 from deepinit.nn.stack import run_layers
@@ -20,10 +21,17 @@ class Decoder(Part):
     """Tokens to logits. The head has the embedding's layout, one row a token; tied, it is the embedding itself."""
 
     @linen.compact
-    def __call__(self, tokens_BT: jax.Array, mask_BT: jax.Array | None = None, deterministic: bool = True) -> jax.Array:
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        mask_BT: jax.Array | None = None,
+        loss_of: tuple[jax.Array, jax.Array] | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:
         """int32 (B, T) -> float32 logits (B, T, V padded); those of padded rows are the smallest float32.
 
-        `mask` is True at real tokens. With `deterministic=False`, dropout takes the rng `dropout`.
+        `mask` is True at real tokens. With `deterministic=False`, dropout takes the rng `dropout`. `loss_of` targets
+        and weights, (B, T) each: the weighted sum of the losses instead, in nats, from `loss_chunks` parts in turn.
         """
         g = self.geometry
         if tokens_BT.shape[1] > g.max_seq_len:
@@ -51,17 +59,11 @@ class Decoder(Part):
             x_BTD = Norm(**shared, name="final_norm")(x_BTD)
         if not g.tied_embeddings:
             table_VD = self.weight(Role.LM_HEAD, (self.vocab_padded, g.d_model), ("vocab", "embed"))
-        logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
-        logits = constrain(self.scaled(logits, "logits"), "batch", "seq", "vocab")
-        gain_V = self.gain("s_z")
-        if gain_V is not None:
-            logits = logits * gain_V.astype(jnp.float32)
-        if self.logit_softcap:
-            logits = self.logit_softcap * jnp.tanh(logits / self.logit_softcap)
-        if self.vocab_padded > g.vocab_size:
-            real = jnp.arange(self.vocab_padded) < g.vocab_size
-            logits = jnp.where(real, logits, np.finfo(np.float32).min)
-        return logits
+        head = Head(g.vocab_size, self.factor("logits"), self.logit_softcap)
+        weights = table_VD, self.gain("s_z")
+        if loss_of is None:
+            return head(weights, x_BTD)
+        return chunked(head, self.loss_chunks, weights, x_BTD, *loss_of)
 
     def values(self, tokens_BT: jax.Array) -> jax.Array:
         """(L, B, T, K H) of each token's rows in the table of values: for every other layer, the last among them."""

@@ -72,6 +72,8 @@ class Part(linen.Module):
     fused_gate_up: bool = False
     vocab_multiple: int = 1
     """The vocabulary is padded to a multiple of this; padded logits are masked."""
+    loss_chunks: int = 1
+    """Parts of a sequence whose logits the loss holds in turn; 1: all at once."""
     dtype: Any = "float32"
     param_dtype: Any = "float32"
     deterministic: bool = True
@@ -79,7 +81,7 @@ class Part(linen.Module):
     OPTIONS: ClassVar[tuple[str, ...]] = (
         "norm", "norm_offset", "norm_eps", "norm_gain", "embed_norm", "positions", "rope_theta", "bias", "qk_norm",
         "v_norm", "value_embed", "logit_softcap", "experts_per_token", "balance_loss", "dispatch", "dropout", "scan",
-        "remat", "fused_qkv", "fused_gate_up", "vocab_multiple", "dtype", "param_dtype",
+        "remat", "fused_qkv", "fused_gate_up", "vocab_multiple", "loss_chunks", "dtype", "param_dtype",
     )  # fmt: skip
 
     @classmethod

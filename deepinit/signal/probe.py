@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinit import roles
 from deepinit.geometry import VECTORS, Role
+from deepinit.nn.losses import cross_entropy
 from deepinit.nn.stats import COLLECTION, TAPS
 from deepinit.recipe import Recipe
 from deepinit.roles import STACK, Leaf
 from deepinit.signal.measured import Measured, RoleSignal
-from deepinit.train.step import cross_entropy
 
 FACTORS = (Role.RESIDUAL_GATE, Role.BRANCH_SCALE)
 EFFECT_TOKENS = 64

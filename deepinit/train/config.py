@@ -102,6 +102,8 @@ class ModelConfig:
     """One matmul for the MLP's gate and up."""
     vocab_multiple: int = 1
     """The embedding's rows are padded to a multiple of this."""
+    loss_chunks: int = 1
+    """Parts of a sequence whose logits the loss holds in turn; 1: all at once."""
     dtype: Dtype = "float32"
     """Type of activations and matmuls."""
     param_dtype: Dtype = "float32"
@@ -375,6 +377,14 @@ class Config:
             raise ConfigError("model.fused_gate_up: true, but experts have no fused product; false, or num_experts 0")
         if self.data.seq_len > m.max_seq_len:
             raise ConfigError(f"data.seq_len: {self.data.seq_len} is over model.max_seq_len {m.max_seq_len}")
+        if self.data.seq_len % m.loss_chunks:
+            best = min(
+                (n for n in range(1, self.data.seq_len + 1) if self.data.seq_len % n == 0),
+                key=lambda n: abs(n - m.loss_chunks),
+            )
+            raise ConfigError(
+                f"model.loss_chunks: {m.loss_chunks} does not divide data.seq_len {self.data.seq_len}; nearest: {best}"
+            )
         self.check_tokens()
         if BITS[m.dtype] > BITS[m.param_dtype]:
             raise ConfigError(
@@ -438,6 +448,7 @@ RANGES: tuple[tuple[str, str, float, float], ...] = (
     ("model", "experts_per_token", 1, INF),
     ("model", "balance_loss", 0, INF),
     ("model", "vocab_multiple", 1, INF),
+    ("model", "loss_chunks", 1, INF),
     ("data", "seq_len", 1, INF),
     ("data", "seed", 0, 2**31 - 1),
     ("data", "eval_fraction", 0.001, 0.5),

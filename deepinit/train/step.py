@@ -16,6 +16,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from deepinit.nn.losses import cross_entropy
 from deepinit.sharding import batch_sharding
 from deepinit.train import optimizer
 from deepinit.train.data import Reader
@@ -64,25 +65,19 @@ def loss_sums(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax
 def objective(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """What is minimized, and `loss_sums`: the same loss, plus, times the targets, what the experts' load costs."""
     inputs_BT, targets_BT = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    options = {"deterministic": key is None, "rngs": {} if key is None else {"dropout": key}}
+    options: dict[str, Any] = {"deterministic": key is None, "rngs": {} if key is None else {"dropout": key}}
     mask_BT = batch["segments"][:, :-1] if "segments" in batch else None
+    in_parts = getattr(model, "loss_chunks", 1) > 1
+    if in_parts:
+        options["loss_of"] = targets_BT, batch["weights"]
     if balanced := getattr(model, "balance_loss", 0.0):
-        logits_BTV, kept = model.apply({"params": params}, inputs_BT, mask_BT, mutable=["losses"], **options)
+        out, kept = model.apply({"params": params}, inputs_BT, mask_BT, mutable=["losses"], **options)
     else:
-        logits_BTV = model.apply({"params": params}, inputs_BT, mask_BT, **options)
-    losses_BT = cross_entropy(logits_BTV, targets_BT)
-    loss, targets = jnp.sum(losses_BT * batch["weights"]), jnp.sum(batch["weights"])
+        out = model.apply({"params": params}, inputs_BT, mask_BT, **options)
+    loss = out if in_parts else jnp.sum(cross_entropy(out, targets_BT) * batch["weights"])
+    targets = jnp.sum(batch["weights"])
     total = loss + targets * sum(map(jnp.sum, jax.tree.leaves(kept))) if balanced else loss
     return total, (loss, targets)
-
-
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """(B, T) losses in nats. Every device sums over its own part of the vocabulary: looking the target up by index
-    would gather the logits of the others.
-    """
-    hit_BTV = jnp.arange(logits_BTV.shape[-1], dtype=targets_BT.dtype) == targets_BT[..., None]
-    target_BT = jnp.sum(jnp.where(hit_BTV, logits_BTV, jnp.zeros((), logits_BTV.dtype)), axis=-1)
-    return jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
 
 
 def gradients(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, Any]:

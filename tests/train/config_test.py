@@ -224,6 +224,7 @@ def test_missing_and_unreadable_files(tmp_path):
         ("--model.num-heads 8 --model.vocab-size 50257 --mesh.tensor 8", ["50257", "mesh.tensor 8", "50264"]),
         ("--train.batch-size 16 --train.accumulate 3", ["train.accumulate 3", "15 or 18"]),
         ("--train.steps 30 --train.stop-at 31", ["train.stop_at: 31", "30"]),
+        ("--model.loss-chunks 7", ["model.loss_chunks: 7", "data.seq_len", "nearest: 8"]),
         ("--train.steps 10", ["optimizer.warmup_steps: 20", "10"]),
         ("--optimizer.schedule wsd --train.steps 40 --optimizer.decay-steps 30", ["decay_steps: 30", "20"]),
         ("--data.seq-len 2048", ["data.seq_len: 2048", "max_seq_len 1024"]),

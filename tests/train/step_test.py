@@ -83,6 +83,16 @@ def test_the_loss_is_that_of_the_definition():
     assert trainer(batch)["loss"] == pytest.approx(float(wanted), rel=1e-6)
 
 
+@pytest.mark.parametrize("flags", ["", "--model.num-experts 4 --model.balance-loss 0.01 --train.accumulate 2"])
+def test_the_loss_in_parts_of_a_sequence_trains_alike(flags):
+    batch = batch_of(weights=np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8))
+    whole, parts = Trainer(flags), Trainer(f"{flags} --model.loss-chunks 4")
+    a, b = whole(batch), parts(batch)
+    assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+    close(host(whole.state.params), host(parts.state.params), rtol=1e-3)
+
+
 def test_accumulation_is_one_big_batch():
     """Parts with different numbers of real tokens: every token counts the same (case B67: it is still one step)."""
     weights = np.ones((8, 8), np.float32)
