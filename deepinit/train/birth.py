@@ -17,7 +17,7 @@ from deepinit.nn import Decoder
 from deepinit.recipe import Recipe
 from deepinit.sharded_init import init_sharded
 from deepinit.sharding import batch_sharding, make_mesh
-from deepinit.train import data
+from deepinit.train import compilations, data
 from deepinit.train.config import Config
 
 
@@ -39,6 +39,7 @@ def born(config: Config, replay: str | None = "sample", *, strict: bool = False)
 
     Where the scheme has numbers that are measured on data, they are: on the first batch, unless there are some already.
     """
+    compilations.keep(config.train.compilation_cache)
     recipe = config.recipe()
     model = Decoder.from_recipe(recipe, **config.model_options())
     mesh = make_mesh(dataclasses.asdict(config.mesh))

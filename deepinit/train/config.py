@@ -242,8 +242,8 @@ class TrainConfig:
     """Non-finite steps in a row after which the run stops."""
     profile: tuple[int, ...] = ()
     """First and last step of a profiler trace, in RUN/profile; empty: none."""
-    compilation_cache: str = ""
-    """Folder in which compiled programs are kept for the next start; empty: none."""
+    compilation_cache: str = "user"
+    """Folder in which compiled programs are kept for the next start; user: in the user's cache folder; empty: none."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, in RUN/tensorboard."""
 

@@ -27,7 +27,7 @@ from deepinit.train.config import Config
 from deepinit.train.data import Batch, Data
 from deepinit.train.metrics import Metrics, Nowhere, Row, Samples
 from deepinit.train.screen import Screen, si
-from deepinit.train.watch import Profile, cache_compilations, interruptible
+from deepinit.train.watch import Profile, interruptible
 from deepinit.train.watchdog import RETRY, Beat
 
 
@@ -39,8 +39,6 @@ def train(config: Config, beat: Beat = lambda where: None) -> int:
       ConfigError: what cannot work, in one line.
     """
     recipe = config.check()
-    if config.train.compilation_cache:
-        cache_compilations(config.train.compilation_cache)
     part = config.train.batch_size // config.train.accumulate
     beat("reading data")
     data = text.load(

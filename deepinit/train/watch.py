@@ -62,9 +62,3 @@ class Profile:
         if self.running:
             jax.profiler.stop_trace()
             self.running = False
-
-
-def cache_compilations(folder: str) -> None:
-    """Keep compiled programs in a folder for the next start."""
-    jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

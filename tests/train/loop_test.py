@@ -83,6 +83,7 @@ def test_the_metrics_of_a_run(straight):
 
 
 # cases B52 and B69: data, rates, dropout and losses to the last bit
+# case B54: a run that goes on draws nothing anew
 def test_ten_and_ten_is_twenty(straight, home, capsys):
     assert train(config_of(home, "halves", "--train.stop-at 10")) == 0
     assert numbers(home / "halves") == [row for row in numbers(straight) if row["step"] <= 10]
@@ -259,7 +260,8 @@ def test_a_save_that_fails_in_the_background_stops_the_run(home):
 
 # cases B52 and B69
 @pytest.mark.slow
-def test_killed_interrupted_and_resumed_is_uninterrupted(home):
+def test_killed_interrupted_and_resumed_is_uninterrupted(home, monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
     # Steps of tens of milliseconds, so that the run is there to be killed.
     flags = "--model.d-model 64 --data.seq-len 64 --train.batch-size 32 --train.checkpoint-every 5 --train.eval-every 0"
     flags += f" --train.compilation-cache {home / 'cache'}"
