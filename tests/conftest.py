@@ -1,10 +1,14 @@
 """Eight virtual CPU devices, strict dtype promotion, and models that many tests share."""
 
+import gc
 import os
+from collections.abc import Iterator
+
+from tests.xla import FLAGS
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")  # the user's folder is not ours to fill
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = FLAGS
 
 import jax
 import pytest
@@ -15,6 +19,14 @@ from deepinit import Geometry
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 settings.register_profile("deepinit", deadline=None, derandomize=True)  # a first example may compile
 settings.load_profile("deepinit")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_for_one_file() -> Iterator[None]:
+    """Programs are shared within a file; kept over all of them they take gigabytes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,8 @@ def flags(home, run, more=""):
     text = home / "text.txt"
     if not text.exists():
         text.write_bytes(TEXT)
-    return [*f"{FLAGS} --data.files {text} --train.run-dir {home / run}".split(), *more.split()]
+    own = f"--data.files {text} --train.run-dir {home / run} --train.compilation-cache {home / 'cache'}"
+    return [*f"{FLAGS} {own}".split(), *more.split()]
 
 
 def config(home, run, more=""):
@@ -36,7 +37,7 @@ def config(home, run, more=""):
 
 def environment(devices=4):
     """Of a child: its own number of devices, and not pytest's."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PYTEST_"))}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PYTEST_", "JAX_"))}
     return {**env, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
 
 
