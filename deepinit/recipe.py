@@ -146,9 +146,8 @@ class Residual:
         steps = [self.step(kind) for kind in ("attn", "mlp")]
         if self.skip_gate and self.skip_gate.share == "layer":
             steps = [f"x <- w x{' + u x0' if self.x0_gate else ''}", *steps]
-        if self.inner_norm:
-            steps[-1] += " (layer 1: x <- x + F(N(x)))"
-        return "; ".join(dict.fromkeys(steps)) + (f", {start} at first" if start else "")
+        rule = "; ".join(dict.fromkeys(steps)) + (" (layer 1: x <- x + F(N(x)))" if self.inner_norm else "")
+        return rule + (f", {start} at first" if start else "")
 
     def step(self, kind: str) -> str:
         """One addition: `attn` or `mlp`."""

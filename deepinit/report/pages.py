@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ SIZES = {
     "vocabulary 128256 (Llama 3 70B)",
 }
 BASE = {"base_width": 256, "base_depth": 2}
+TINY_BASE = {"base_width": 64, "base_depth": 2}  # half the width and depth of configs/tiny.yaml
 MADE = "<!-- made by `python -m deepinit.report.pages docs`; do not edit -->"
 
 
@@ -81,9 +83,9 @@ PROJECTIONS = {
 
 
 def code(text: str, between: str = "", whole: str = "") -> str:
-    """A docstring as Markdown: its paragraphs, stars and angle brackets left as they are."""
+    """A docstring as Markdown: its paragraphs; what Markdown would take for emphasis or a tag is escaped."""
     paragraphs = [" ".join(p.split()) for p in (whole.split(between) if between else [text])]
-    return "\n\n".join(p.replace("*", "\\*").replace("<", "&lt;") for p in paragraphs if p)
+    return "\n\n".join(re.sub(r"(\*|<(?=[\w/!?]))", r"\\\1", p) for p in paragraphs if p)
 
 
 def given(preset: object) -> str:
@@ -131,7 +133,7 @@ def weights(made: dict[str, Recipe]) -> str:
     """One row a role that either model may hold, and one a leaf with a law of its own."""
     columns = ["role", "law", "formula"]
     for label in made:
-        columns += [f"std at {label}", "max &#124;w&#124;"]
+        columns += [f"std or value at {label}", "bound"]
     rows = []
     recipes = list(made.values())
     for role in recipes[0].weights:
@@ -147,8 +149,10 @@ def weights(made: dict[str, Recipe]) -> str:
 def interesting(r: Recipe, role: str) -> bool:
     """Whether a vector is there in a plain model, or in this scheme's."""
     gate = r.residual.gate
-    if role in ("norm_scale", "bias"):
-        return r.requires.get("norm_gain", True) is not False or role == "bias"
+    if role == "norm_scale":
+        return r.residual.norm != "none" and r.requires.get("norm_gain", True) is not False
+    if role == "bias":
+        return r.requires.get("bias", True) is not False
     return bool(gate and gate.role == role) or (role == "branch_shift" and r.residual.shift)
 
 
@@ -163,38 +167,36 @@ def row(name: str, laws: Sequence[Distribution], holds: Sequence[object]) -> lis
 
 def updates(made: dict[str, Recipe]) -> str:
     """Factors on lr, weight_decay and eps that are not all 1."""
-    rows = []
+    alike: dict[tuple[str, ...], list[str]] = {}  # roles with the same factors share a line
     recipes = list(made.values())
     for name in recipes[0].updates:
         found = [r.updates[name] for r in recipes]
-        plain = all(u == Update() for u in found)
-        if plain and name in recipes[0].weights:
-            continue
         held = name in VECTORS or "/" in name or any(r.geometry.count(name) or name == "pos_embed" for r in recipes)
-        if held:
-            cells = [f"{number(getattr(u, f.name))}" for u in found for f in dataclasses.fields(Update)]
-            rows.append([f"`{name}`", *cells])
-    if not any(cell != "1" for r in rows for cell in r[1:]):
+        if held and (any(u != Update() for u in found) or name not in recipes[0].weights):
+            cells = tuple(f"{number(getattr(u, f.name))}" for u in found for f in dataclasses.fields(Update))
+            alike.setdefault(cells, []).append(f"`{name}`")
+    if not any(cell != "1" for cells in alike for cell in cells):
         return ""
     heads = [f"{what}, {label}" for label in made for what in ("lr", "decay", "eps")]
+    rows = [[" ".join(names), *cells] for cells, names in alike.items()]
     return "Factors on the optimizer's settings; 1 for every role that is not named.\n\n" + table(["", *heads], rows)
 
 
 def options(scheme: Scheme) -> str:
     """Names, defaults and types of the hyperparameters."""
-    chosen = [
-        [f"`{name}`", "to be given" if name in scheme.choose else f"`{default}`", str(word(scheme.hints[name]))]
+    rows = [
+        [f"`{name}`", "to be given" if name in scheme.choose else f"`{default}`", word(scheme.hints[name])]
         for name, default in scheme.hyperparameters.items()
     ]
-    return table(["option", "default", "value"], [[c.replace("typing.", "") for c in line] for line in chosen])
+    return table(["option", "default", "value"], rows)
 
 
 def use(scheme: Scheme) -> str:
     """How it is named on the command line and in Python."""
     args = {k: BASE[k] for k in undecided(scheme.name, ())}
-    flags = "".join(f" --scheme.args.{k} {v}" for k, v in args.items())
+    flags, tiny = ("".join(f" --scheme.args.{k} {v[k]}" for k in args) for v in (BASE, TINY_BASE))
     words = "".join(f", {k}={v}" for k, v in args.items())
-    run = f"deepinit train --config configs/tiny.yaml --scheme.name {scheme.name}{flags}"
+    run = f"deepinit train --config configs/tiny.yaml --scheme.name {scheme.name}{tiny}"
     if scheme.name == "external":
         run = "# from Python alone: Decoder(g, initializer=(role, layer) -> closure)"
     shell = f"deepinit explain {scheme.name} --config configs/gpt2_124m.yaml{flags}\n{run}"

@@ -51,6 +51,8 @@ def number(value: laws.Numbers | None, digits: int = 6) -> str:
     """A number, or the ends of one per layer; a dash for none."""
     if value is None:
         return "-"
+    if isinstance(value, tuple) and len(set(value)) == 1:
+        value = value[0]
     if isinstance(value, tuple):
         return f"{value[0]:.{digits}g} .. {value[-1]:.{digits}g}"
     return "none" if value == float("inf") else f"{value:.{digits}g}"
@@ -125,6 +127,8 @@ def explain(out: Console, r: Recipe, scheme: Scheme) -> None:
     if r.requires:
         out.print("  requires     " + ", ".join(f"model.{k} {str(v).lower()}" for k, v in r.requires.items()))
     out.print(f"  source       {r.source}" + ("" if scheme.verified else "  (no second source confirms these numbers)"))
+    if scheme.make.__module__.startswith("deepinit."):
+        out.print(f"  page         docs/schemes/{scheme.name}.md: options, what is disputed, numbers at two more sizes")
     columns = ("role", "matrix", "law", "std", "max |w|", "formula", "lr", "decay", "eps")
     out.print(table(columns, law_rows(r), right=("std", "max |w|", "lr", "decay", "eps")))
 

@@ -63,9 +63,10 @@ def mimetic(
     ]
     laws = fixed(g, std)
     for left, right, noise, identity, z_std in pairs:
+        formula = f"{noise:g} Z {'-' if identity < 0 else '+'} {abs(identity):g} I"
         for side, role, partner in (("left", left, right), ("right", right, left)):
             if role in laws:
-                laws[role] = Factor(noise, identity, z_std, partner, side, f"{noise:g} Z {identity:+g} I")
+                laws[role] = Factor(noise, identity, z_std, partner, side, formula)
     return Recipe(laws)
 
 

@@ -209,7 +209,7 @@ def convert(what: str, value: Any, hint: Any) -> Any:
                 return convert(what, value, option)
             except ConfigError:
                 continue
-        raise ConfigError(f"{what}: {value!r} is not {' or '.join(map(word, options))}")
+        raise ConfigError(f"{what}: {value!r} is not {word(hint)}")
     if origin is Literal:
         if value not in options or isinstance(value, bool):
             raise unknown(what, value, options)
@@ -227,7 +227,10 @@ def convert(what: str, value: Any, hint: Any) -> Any:
 
 def word(hint: Any) -> str:
     """A type in plain words."""
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, options))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(word, options))
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", types.NoneType: "nothing"}
     return names.get(hint, str(hint))

@@ -41,7 +41,15 @@ def test_the_numbers_are_the_recipe_s():
     row = next(line for line in MADE["schemes/deepnorm.md"].splitlines() if line.startswith("| `attn_out`"))
     assert f"{std:.6g}" in row
     assert "2.213 x" in MADE["schemes/deepnorm.md"]
-    assert "| `attn_q` | 0.333333 | 3 | 0.0555556 |" in MADE["schemes/completep.md"]
+    roles = "`attn_q` `attn_k` `attn_v` `attn_out` `mlp_gate` `mlp_up` `mlp_down`"
+    assert f"| {roles} | 0.333333 | 3 | 0.0555556 |" in MADE["schemes/completep.md"]
+
+
+def test_text_reads_as_text():
+    for path, text in MADE.items():
+        assert "&" not in re.sub(r"[\w)] & [\w(]", "", text), path  # no entities
+        prose = re.sub(r"```.*?```|`[^`]*`|<!--.*?-->", "", text, flags=re.DOTALL)
+        assert not re.search(r"(?<!\\)<[\w/!?]", prose), path  # nothing that Markdown would take for a tag
 
 
 def test_disputes_are_about_schemes_that_are_there():

@@ -56,6 +56,7 @@ def test_explain(name):
             if law.formula:
                 assert law.formula in out
     assert f"{SMALL.num_parameters:,} parameters, {SMALL.num_residuals} residuals" in out
+    assert f"docs/schemes/{name}.md" in out
     if recipe.requires:
         assert "requires" in out
 
