@@ -328,6 +328,8 @@ def test_out_sharding(name, kind):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("fsdp", "tensor")), 2)
             if name == "orthogonal":
                 assert np.allclose(x, expected, atol=1e-5)
+            elif name == "stock":  # its last bits depend on how XLA fuses the draw
+                np.testing.assert_array_max_ulp(np.asarray(x), expected, 4)
             else:
                 assert (np.asarray(x) == expected).all()
 
