@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import deepinit
 from deepinit.train import optimizer, step
 from deepinit.train.birth import born
 from deepinit.train.config import load
@@ -200,6 +201,21 @@ def test_a_mesh_computes_the_same():
         a, b = one(batch_of(i)), many(batch_of(i))
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+# Experts on devices of their own are born with the same bits, and learn the same; each holds one of four.
+def test_an_expert_axis_computes_the_same():
+    experts = "--scheme.name olmo_core_llama --model.num-experts 4 --model.balance-loss 0.01"
+    one, spread = Trainer(experts), Trainer(f"{experts} --mesh.expert 4 --mesh.fsdp 2")
+    assert deepinit.digest(one.birth.params) == deepinit.digest(spread.birth.params)
+    up = spread.birth.params["layers"]["mlp"]["expert_up"]
+    assert up.shape == (2, 4, 16, 32)
+    assert up.sharding.shard_shape(up.shape) == (2, 1, 8, 32)
+    for i in range(2):
+        a, b = one(batch_of(i)), spread(batch_of(i))
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    close(host(one.state.params), host(spread.state.params), rtol=1e-3)
 
 
 def test_the_state_keeps_its_layout_and_compiles_once():
