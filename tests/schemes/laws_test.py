@@ -8,10 +8,12 @@ import math
 
 import pytest
 
+from deepinit import cli
 from deepinit.errors import ConfigError
 from deepinit.geometry import OUTPUTS, VECTORS, Geometry
 from deepinit.laws import Constant, External, Factor
 from deepinit.recipe import NORMS, Recipe
+from deepinit.report import tables
 from deepinit.schemes import FAMILIES
 from deepinit.schemes.registry import entry, recipe, scheme_names, schemes
 
@@ -99,6 +101,24 @@ def test_plain_data(name, kind):
     assert hash(back) == hash(r)
     assert json.dumps(back.to_json(), allow_nan=False) == text
     assert recipe(r.name, r.geometry, **r.args) == r  # evaluated again, it is the same
+
+
+# case B59: factors on rates are there to be read, role by role
+@pytest.mark.parametrize("name", scheme_names())
+def test_explain_gives_the_numbers_of_the_recipe(name, capsys):
+    r = made(name, "gqa")
+    sizes = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "vocab_size", "max_seq_len")
+    flags = [name, *(f"--model.{k.replace('_', '-')}={getattr(r.geometry, k)}" for k in sizes)]
+    flags += [f"--scheme.args.{k}={v}" for k, v in ARGS.get(name, {}).items()]
+    assert cli.main(["explain", *flags, "--json"]) == 0
+    assert Recipe.from_json(json.loads(capsys.readouterr().out)) == r
+    assert cli.main(["explain", *flags]) == 0
+    text = capsys.readouterr().out
+    for role, law in r.weights.items():
+        if r.geometry.count(role) and not isinstance(law, External):
+            shown = next(line for line in text.splitlines() if line.split()[:1] == [role])
+            assert tables.number(law.std) in shown
+            assert tables.factors(r.updates[role]) == tuple(shown.split()[-3:])
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
