@@ -184,7 +184,7 @@ def observe(model: Any, params: Any, inputs: jax.Array) -> dict[str, jax.Array]:
     stream = kept[STREAM]["layers"]["x"]
     layers = len(stream)
     spread = layered(kept[COLLECTION], layers)["attention"]["scores"]
-    heights = dict(zip(PLACES, (stream[0], stream[layers // 2], stream[-1])))
+    heights = dict(zip(PLACES, (stream[0], stream[(layers - 1) // 2], stream[-1])))
     return {**heights, "logits": logits, "scores": jnp.sqrt(jnp.mean(spread))}
 
 
