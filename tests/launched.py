@@ -1,6 +1,7 @@
 """Runs of several real processes for tests: started by our launchers, in folders of their own."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from deepinit.train import metrics
 from deepinit.train.config import load
+from tests.xla import FLAGS as XLA_FLAGS
 
 ROOT = Path(__file__).parents[1]
 FLAGS = """--model.num-layers 2 --model.d-model 16 --model.num-heads 2 --model.d-ff 32 --data.seq-len 16
@@ -36,9 +38,10 @@ def config(home, run, more=""):
 
 
 def environment(devices=4):
-    """Of a child: its own number of devices, and not pytest's."""
+    """Of a child: its own number of devices, compiled for as in the tests themselves, and none of pytest's own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PYTEST_", "JAX_"))}
-    return {**env, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    xla = re.sub(r"device_count=\d+", f"device_count={devices}", XLA_FLAGS)
+    return {**env, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla}
 
 
 def start(command, devices=4):

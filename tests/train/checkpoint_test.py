@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from etils import epath
+import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
+from deepinit import roles
 from deepinit.errors import ConfigError
 from deepinit.nn import Decoder
-from deepinit.sharded_init import init_sharded
+from deepinit.sharded_init import abstract_params, init_sharded
 from deepinit.sharding import make_mesh
 from deepinit.train import checkpoint, optimizer, step, transplant
 from deepinit.train.checkpoint import CheckpointError, Checkpoints
@@ -153,13 +153,26 @@ def test_a_half_written_step_does_not_count(checkpoints):
 # ---------------------------------------------------------------------------------------------- meshes and structures
 
 
-def trained(mesh_sizes, scan=True, layers=3, steps=1, seed=0, **model):
-    """A tiny model's state after some updates with gradients of ones, on a mesh."""
-    sizes = {"model__num_layers": layers, "model__d_model": 16, "model__num_heads": 2, "model__d_ff": 32}
+def sized(scan=True, layers=3, seed=0, **model):
+    """Config, recipe and model of a tiny decoder."""
+    sizes = {"model__num_layers": layers, "model__d_model": 16, "model__num_heads": 4, "model__d_ff": 32}
     config = load().replace(**{**sizes, **model}, model__scan=scan, train__seed=seed)
     recipe = config.check()
+    return config, recipe, Decoder.from_recipe(recipe, **config.model_options())
+
+
+def shapes(**options):
+    """The state of such a model, of which nothing is allocated."""
+    config, recipe, model = sized(**options)
+    params = roles.unboxed(abstract_params(model))
+    moments = jax.eval_shape(optimizer.make(config, recipe, params).init, params)
+    return step.TrainState(params, moments, *[jax.ShapeDtypeStruct((), np.int32)] * 3)
+
+
+def trained(mesh_sizes, steps=1, seed=0, **options):
+    """The state of such a model after some updates with gradients of ones, on a mesh."""
+    config, recipe, model = sized(seed=seed, **options)
     mesh = make_mesh(mesh_sizes)
-    model = Decoder.from_recipe(recipe, **config.model_options())
     params = init_sharded(model, recipe, mesh, seed)
     tx = optimizer.make(config, recipe, params)
     state, shardings = step.create(params, tx, mesh)
@@ -183,7 +196,7 @@ def saved(tmp_path_factory):
 
 
 # case B71
-@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"fsdp": 1, "tensor": 2}, {"data": 2, "tensor": 2}, {"fsdp": 8}])
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"fsdp": 1, "tensor": 4}, {"data": 2, "tensor": 2}, {"fsdp": 8}])
 def test_any_mesh(saved, sizes):
     values, folder = saved
     fresh = trained(sizes, steps=0, seed=1)
@@ -216,18 +229,40 @@ def test_scanned_to_unrolled_and_back_is_exact(saved, tmp_path):
     assert str(origins[stack]) == "params/layers_0/attention/attn_q ... params/layers_2/attention/attn_q"
 
 
-# case B72: no byte of the optimizer is read
-def test_parameters_alone(saved, tmp_path):
+def bytes_read():
+    """By this process so far, through orbax's store."""
+    (metric,) = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return metric["values"][0]["value"]
+
+
+# case B72
+def test_parameters_alone(saved):
     values, folder = saved
-    only = tmp_path / "only"
-    shutil.copytree(folder, only)
     fresh = trained({"fsdp": 2}, steps=0, seed=1)
     before = by_path(fresh)
-    got, _, origins = checkpoint.read(epath.Path(only / "7"), fresh, "params")
+    got, _, origins = checkpoint.read(folder / "7", fresh, "params")
     for path, value in by_path(got).items():
         mine = path.startswith("params/")
         np.testing.assert_array_equal(value, values[path] if mine else before[path])
         assert str(origins[path]) == (path if mine else "initial")
+
+
+# case B72
+def test_of_the_optimizer_no_byte_is_read(checkpoints):
+    """Values that cannot be compressed, in leaves too large to be fetched along with their neighbours."""
+    rng = np.random.default_rng(0)
+    state, _, _ = made(width=256)
+    state = jax.tree.map(lambda x: jax.device_put(rng.random(x.shape).astype(x.dtype), x.sharding), state)
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    start = bytes_read()
+    checkpoint.read(checkpoints.folder / "1", state, "params")
+    alone = bytes_read() - start
+    checkpoint.read(checkpoints.folder / "1", state)
+    whole = bytes_read() - start - alone
+    moment = 256 * 256 * 4 * 0.8  # a float's exponent says little
+    assert whole - alone > 2 * moment
+    assert alone < 2 * moment
 
 
 def test_what_is_asked_for_is_what_is_read(saved, monkeypatch):
@@ -253,9 +288,13 @@ def test_what_is_asked_for_is_what_is_read(saved, monkeypatch):
     [
         (
             {"layers": 4},
-            r"params/layers/attention/attn_q is \[3, 16, 2, 8\] float32 there, \[4, 16, 2, 8\] float32 here",
+            r"params/layers/attention/attn_q is \[3, 16, 4, 4\] float32 there, \[4, 16, 4, 4\] float32 here",
         ),
-        ({"layers": 4, "scan": False}, r"has no params/layers_3/attention/attn_q, here \[16, 2, 8\] float32"),
+        ({"layers": 4, "scan": False}, r"has no params/layers_3/attention/attn_q, here \[16, 4, 4\] float32"),
+        (
+            {"layers": 2},
+            r"params/layers/attention/attn_q is \[3, 16, 4, 4\] float32 there, \[2, 16, 4, 4\] float32 here",
+        ),
         ({"layers": 2, "scan": False}, "params/layers/attention/attn_q has 3 layers there, 2 here"),
         ({"model__d_ff": 64}, r"params/layers/mlp/mlp_up is \[3, 16, 32\] float32 there, \[3, 16, 64\] float32 here"),
         ({"model__qk_norm": True}, r"has no params/layers/attention/q_norm/\S+, here"),
@@ -265,9 +304,31 @@ def test_what_is_asked_for_is_what_is_read(saved, monkeypatch):
 def test_another_model_is_refused_with_every_path(saved, change, shown):
     _, folder = saved
     with pytest.raises(ConfigError, match=shown) as e:
-        checkpoint.read(folder / "7", trained({}, steps=0, **change))
+        checkpoint.read(folder / "7", shapes(**change))
     assert "\n" not in str(e.value)
     assert str(e.value).count(";") >= 3  # the moments too
+
+
+# case B15
+@pytest.mark.parametrize("layers", [16, 6])
+@pytest.mark.parametrize("scan", [True, False])
+def test_twelve_layers_are_not_taken_for_others(layers, scan):
+    """Every leaf of the stack is named, with both shapes or as missing: parameters and moments."""
+    twelve = dict(transplant.flat(shapes(layers=12)))
+    wanted = dict(transplant.flat(shapes(layers=layers, scan=scan)))
+    with pytest.raises(ConfigError) as e:
+        transplant.plan(twelve, wanted, "there")
+    message = str(e.value)
+    stack = [path for path in twelve if "/layers/" in path]
+    assert len(stack) == 3 * 9
+    if scan:
+        named = [f"{path} is {list(twelve[path].shape)} float32 there, {list(wanted[path].shape)}" for path in stack]
+    elif layers > 12:
+        named = [f"has no {path}, here" for path in wanted if transplant.stacked_form(path)[1] in range(12, layers)]
+    else:
+        named = [f"{path} has 12 layers there, 6 here" for path in stack]
+    assert all(text in message for text in named)
+    assert message.count(";") == len(named)
 
 
 # ---------------------------------------------------------------------------------------------- damage
