@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from deepinit.geometry import Role
 from deepinit.signal.measured import Measured, plain
 
 BAND = 10.0
@@ -17,6 +18,8 @@ RECENT = 5
 """Probes that make that median."""
 DEAD_AFTER = 100
 """Steps after which a learnable factor should have moved."""
+CLOSED = 0.01
+"""Size of a gate on a branch under which the branch hardly takes part."""
 EARLY = 50
 """Steps in which a healthy run moves all positions alike: it learns how often each token comes."""
 COLLAPSED = 0.95
@@ -110,6 +113,21 @@ class Watch:
             index -= len(s.gradient)
         raise IndexError(index)
 
+    # --- every evaluation ----------------------------------------------------------------------------------------
+
+    def near_zero(self, step: int, sizes: Mapping[str, np.ndarray]) -> list[str]:
+        """Gates on branches that are still near zero in most layers; `sizes` are means of |gate| by layer."""
+        found = []
+        for path, size in sizes.items():
+            closed = int((size < CLOSED).sum())
+            late = step >= DEAD_AFTER and path.rpartition("/")[2] == Role.RESIDUAL_GATE
+            if late and 2 * closed > len(size) and self.once(f"closed {path}"):
+                found.append(
+                    f"closed gates: {path} is below {CLOSED:g} in {closed} of {len(size)} layers after {step} steps; "
+                    "those branches hardly take part"
+                )
+        return found
+
     # --- every probe ---------------------------------------------------------------------------------------------
 
     def probe(self, step: int, m: Measured) -> list[str]:
@@ -179,6 +197,12 @@ class Watch:
         new = what not in self.said
         self.said.add(what)
         return new
+
+
+def spread(size: np.ndarray) -> dict[str, Any]:
+    """One number a layer as a row of the metrics has it."""
+    ends = {"mean": float(size.mean()), "min": float(size.min()), "max": float(size.max())}
+    return {**ends, "layers": plain(size)}
 
 
 def row(step: int, m: Measured) -> Mapping[str, Any]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from deepinit import calibration, sharding
 from deepinit.projection import project
 from deepinit.signal.measured import Measured
-from deepinit.signal.probe import observer
-from deepinit.signal.watch import Watch, unigram_entropy
+from deepinit.signal.probe import gates, observer
+from deepinit.signal.watch import Watch, spread, unigram_entropy
 from deepinit.signal.watch import row as probe_row
 from deepinit.train import checkpoint, distributed, folder, optimizer, step
 from deepinit.train import data as text
@@ -144,6 +146,7 @@ class Run:
         self.compile_s = time.perf_counter() - began
         screen.say(f"step compiled in {self.compile_s:.1f} s")
         observe = observer(self.birth.model, recipe, tx, self.birth.mesh)
+        sizes = jax.jit(gates, out_shardings=NamedSharding(self.birth.mesh, PartitionSpec()))
         waiting, bad, vote, self.clock = None, 0, 0, time.perf_counter()
         with interruptible() as interrupted, Profile(self.folder / "profile", t.profile) as profile:
             for done in range(start + 1, end + 1):
@@ -172,8 +175,7 @@ class Run:
                     return self.stop_bad(done, bad)
                 if evaluating:
                     loss = self.evaluate(state.params, self.data.eval_rows())
-                    self.metrics.write({"step": done, "eval_loss": loss})
-                    screen.evaluated(done, loss)
+                    self.evaluated(done, loss, jax.device_get(sizes(state.params)))
                 if saving and (last or not bad):
                     self.checkpoints.save(done, state, self.meta(done))
                 if vote and done < end:
@@ -252,6 +254,16 @@ class Run:
         warnings = self.watch.probe(done, found)
         self.probes.write({**probe_row(done, found), "warnings": warnings})
         for warning in warnings:
+            self.screen.say(f"step {done}: {warning}")
+
+    def evaluated(self, done: int, loss: float, sizes: Mapping[str, np.ndarray]) -> None:
+        """Keep and show an evaluation, and the sizes of gates by layer; say where most of them stay near zero."""
+        row: Row = {"step": done, "eval_loss": loss}
+        if sizes:
+            row["gates"] = {path: spread(size) for path, size in sizes.items()}
+        self.metrics.write(row)
+        self.screen.evaluated(done, loss)
+        for warning in self.watch.near_zero(done, sizes):
             self.screen.say(f"step {done}: {warning}")
 
     def meta(self, done: int) -> Row:

@@ -47,7 +47,7 @@ class Metrics:
         self.file.write(_line(row))
         if self.board:
             for key, value in row.items():
-                if key != "step" and value is not None:
+                if key != "step" and isinstance(value, int | float):
                     self.board.add_scalar(key, value, row["step"])
 
     def close(self) -> None:

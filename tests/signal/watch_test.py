@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deepinit.signal.measured import Measured, RoleSignal
-from deepinit.signal.watch import WINDOW, Watch, row, unigram_entropy
+from deepinit.signal.watch import WINDOW, Watch, row, spread, unigram_entropy
 
 LAYERS = 4
 
@@ -169,3 +169,15 @@ def test_a_row_is_plain():
     assert data["stream_gradient"][1] is None
     assert len(data["variance"]) == LAYERS + 1
     assert WINDOW > 1
+
+
+# case B25: most gates below 0.01 after a while, told once; ends and layers as the log has them
+def test_gates_that_stay_near_zero():
+    watch, path = Watch(), "layers/residual_gate"
+    closed = {path: np.array([0.2, 0.001, 0.002, 0.0]), "layers/mlp/s_uv_branch_scale": np.zeros(4)}
+    assert watch.near_zero(50, closed) == []
+    [said] = watch.near_zero(100, closed)
+    assert said.startswith(f"closed gates: {path} is below 0.01 in 3 of 4 layers after 100 steps")
+    assert watch.near_zero(200, closed) == []
+    assert Watch().near_zero(200, {path: np.array([0.2, 0.03, 0.002, 0.0])}) == []
+    assert spread(closed[path]) == {"mean": 0.05075, "min": 0.0, "max": 0.2, "layers": [0.2, 0.001, 0.002, 0.0]}
