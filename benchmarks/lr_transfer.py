@@ -155,8 +155,8 @@ def page(found: Losses) -> str:
     wide = max(max(by_width) for by_width in found.values())
     low = {s: f"{mean(by_width[wide][best(by_width[wide])]):.3f}" for s, by_width in found.items()}
     parts.append(
-        f"The lowest losses at width {wide} are {low['mup']} under muP and {low['fixed_normal']} under the standard scheme: "
-        "a rate that stays is not a lower loss."
+        f"The lowest losses at width {wide} are {low['mup']} under muP and {low['fixed_normal']} under the standard "
+        "scheme: a rate that stays is not a lower loss."
     )
     parts.append(FIRST_RUN)
     parts.append("A short run on a small task measures early training; it is no proof for long ones.")
