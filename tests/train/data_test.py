@@ -25,6 +25,10 @@ def windows_of(batches):
     return [int(b["tokens"][j, 0]) for b in batches for j in range(len(b["tokens"]))]
 
 
+def ids(batches):
+    return [i for b in batches for i in b["id"].tolist()]
+
+
 def test_batches_depend_on_seed_and_step_alone(counting):
     one, two = data.load(counting, **SIZES), data.load(counting, **SIZES)
     late = two.train[50]  # in any order, by another instance
@@ -50,6 +54,19 @@ def test_a_batch_size_does_not_change_the_order(counting):
     whole = data.load(counting, batch_size=8, eval_batch_size=4, eval_batches=1)
     half = data.load(counting, batch_size=4, eval_batch_size=4, eval_batches=1)
     assert windows_of([whole.train[5]]) == windows_of([half.train[10], half.train[11]])
+
+
+# case B75
+def test_a_run_that_goes_on_sees_what_it_would_have_seen(counting):
+    """Ten steps read by two processes; then ten more by one, and in batches of another size."""
+    d = data.load(counting, **SIZES)
+    whole = ids(d.train[step] for step in range(20))
+    assert len(set(whole)) == 80
+    assert ids(d.train.rows(step, rows) for step in range(10) for rows in ((0, 1), (2, 3))) == whole[:40]
+    again = data.load(counting, **SIZES).train.after(40, 10)
+    assert ids(again[step] for step in range(10, 20)) == whole[40:]
+    wide = data.load(counting, **{**SIZES, "batch_size": 8}).train.after(40, 10)
+    assert ids(wide[step] for step in range(10, 15)) == whole[40:]
 
 
 def test_held_out_text_is_never_trained_on(counting):
