@@ -17,7 +17,7 @@ import numpy as np
 from deepinit import laws
 from deepinit.errors import ConfigError
 from deepinit.geometry import VECTORS, Geometry, Role
-from deepinit.judge import drawn, epsilon
+from deepinit.judge import drawn, epsilon, independent
 from deepinit.laws import Constant, Distribution, External, Factor, Orthogonal, Sign, TruncatedNormal, Uniform
 from deepinit.measure import Measured
 from deepinit.recipe import Recipe
@@ -182,8 +182,11 @@ def candidates(geometry: Geometry, found: Sequence[Sums], names: Sequence[str] =
         for args in presets:
             if made := recipe_or_none(scheme.name, geometry, args):
                 yield made, False
-        if base and "std" in scheme.hyperparameters and (made := recipe_or_none(scheme.name, geometry, {"std": base})):
-            yield made, True
+        if base and "std" in scheme.hyperparameters:
+            near, twice = (recipe_or_none(scheme.name, geometry, {"std": k * base}) for k in (1.0, 2.0))
+            own = refined(base, near, twice, found) if near and twice else base
+            if made := recipe_or_none(scheme.name, geometry, {"std": own}):
+                yield made, True
 
 
 def recipe_or_none(name: str, geometry: Geometry, args: dict[str, Any]) -> Recipe | None:
@@ -202,6 +205,37 @@ def base_std(found: Sequence[Sums]) -> float:
         if n and math.isfinite(total) and total > 0:
             return float(f"{math.sqrt(total / n):.3g}")
     return 0.0
+
+
+def refined(base: float, near: Recipe, twice: Recipe, found: Sequence[Sums]) -> float:
+    """The std by all layers of all leaves that `near`, the recipe at `base`, explains to 5%, in the fewest digits.
+
+    Only laws that `twice`, the recipe at 2 `base`, has doubled say anything. Rounding moves it by 3 standard errors at
+    most.
+    """
+    n, total = 0, 0.0
+    for s in found:
+        role, leaf = s.view.leaf.role, s.view.leaf
+        if role is None or role in VECTORS or role not in near.weights:
+            continue
+        law, other = (r.law_at(leaf.canonical, role) for r in (near, twice))
+        std = np.atleast_1d(np.asarray(law.std, np.float64))
+        if not independent(law) or not np.allclose(np.atleast_1d(other.std), 2 * std) or not std.all():
+            continue
+        if len(std) > 1:
+            layers = [s.view.layer(i) or 0 for i in range(s.view.layers)]
+            if max(layers) >= len(std):
+                continue
+            std = std[layers]
+        ratio = s.square / (s.n * std**2)
+        close = np.abs(np.sqrt(ratio) - 1) < 0.05
+        n += s.n * int(close.sum())
+        total += s.n * float(ratio[close].sum())
+    if not n:
+        return base
+    best = base * math.sqrt(total / n)
+    rounded = (float(f"{best:.{digits}g}") for digits in range(1, 9))
+    return next((x for x in rounded if abs(x - best) <= 3 * best / math.sqrt(2 * n)), best)
 
 
 def signature(recipe: Recipe, found: Sequence[Sums]) -> tuple[Any, ...]:
