@@ -1,94 +1,83 @@
-"""Sizes over width and depth in a model's first steps: level under muP and CompleteP, not under the standard.
-
-A slope is of log rms against log width (or depth), the mean over seeds, after each of four Adam steps.
-"""
+"""Sizes of activations in a model's first steps: level over width under muP, over depth under CompleteP."""
 
 import functools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import deepinit
-from deepinit.nn import Decoder
-from deepinit.train import optimizer, step
+from deepinit.signal.coord import FLAT_SIZE, check
+from deepinit.signal.grid import Grid, recipes
 from deepinit.train.config import load
 
 pytestmark = pytest.mark.slow
 
-WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 4, 16, 64)
-STEPS, SEEDS, HEAD = 4, 3, 16
-LEVEL = 0.1
-# A tenth of the base's std a step. At 0.01, half of it, width 64 is too far from wide: the slope comes to -0.3.
+PLACES, STEPS = ("first", "middle", "last"), range(5)
+# Adam's first steps are lr in every entry: a tenth of the base's std of 0.02, so that four of them matter in every
+# layer and leave it near its start, where the slopes of the theory are those of a limit in width and not in time.
 LR = 0.002
+WIDTH = Grid(widths=(64, 128, 256, 512), depths=(), seeds=3, steps=4, lr=LR)
+DEPTH = Grid(widths=(), depths=(2, 4, 16, 64), seeds=3, steps=4, lr=LR)
+# A layer's first values have random signs, so that under CompleteP their share of the stream falls as 1/L: over depth
+# models are compared at width 32, where a base of std 0.02 makes them small beside the table. At 64 they make the slope
+# of the last layer -0.08 at step 0, and -0.10 +- 0.03 after a step.
+NARROW = 32
 
 
 @functools.cache
-def sizes(scheme, width, depth, args, lr):
-    """(seeds, steps + 1, 3): rms of the stream after the middle and the last layer, and of the logits, by step."""
-    flags = f"""--scheme.name {scheme} --model.d-model {width} --model.num-layers {depth} --model.d-ff {2 * width}
-        --model.num-heads {width // HEAD} --optimizer.lr {lr} --optimizer.schedule constant --optimizer.warmup-steps 1
-        --optimizer.weight-decay 0 --optimizer.clip-norm 0"""
-    config = load([], [*flags.split(), *(part for k, v in args for part in (f"--scheme.args.{k}", str(v)))])
-    recipe = config.recipe()
-    model = Decoder.from_recipe(recipe, **config.model_options())
-    tx = optimizer.make(config, recipe, jax.eval_shape(lambda: deepinit.init_sharded(model, recipe)))
-
-    @jax.jit
-    def look(params, tokens):
-        logits, kept = model.apply({"params": params}, tokens, mutable=["stats"])
-        stream = kept["stats"]["layers"]["stream_ms"][:, -1]
-        return jnp.sqrt(jnp.stack([stream[(depth - 1) // 2], stream[-1], jnp.mean(logits**2)]))
-
-    @jax.jit
-    def update(params, state, tokens):
-        batch = {"tokens": tokens[None], "weights": jnp.ones((1, tokens.shape[0], tokens.shape[1] - 1))}
-        updates, state = tx.update(step.gradients(model, params, batch)[2], state, params)
-        return optimizer.apply_updates(params, updates), state
-
-    out = []
-    for seed in range(SEEDS):
-        rng = np.random.default_rng(seed)
-        tokens = [jnp.asarray(rng.integers(0, 256, (4, 17)), jnp.int32) for _ in range(STEPS)]
-        params = deepinit.init_sharded(model, recipe, seed=seed)
-        state, seen = tx.init(params), [look(params, tokens[0])]
-        for batch in tokens:
-            params, state = update(params, state, batch)
-            seen.append(look(params, tokens[0]))
-        out.append(seen)
-    return np.asarray(out, np.float64)
+def slopes(scheme, grid, *flags):
+    """(quantity, step) -> slope, and those that the tool fails."""
+    config = load((), ["--scheme.name", scheme, "--model.d-ff", "256", *flags])
+    at = recipes(config, grid)
+    over_width = bool(grid.widths)
+    found = check(scheme, lambda width, depth: at(width if over_width else NARROW, depth), grid, config.model_options())
+    return {(s.quantity, s.step): s.slope for s in found.slopes}, [s for s in found.slopes if s.ok is False]
 
 
-def slopes(scheme, along, lr, **args):
-    """(steps + 1, 3)."""
-    over_width = along == WIDTHS
-    at = [sizes(scheme, n if over_width else 32, 2 if over_width else n, tuple(args.items()), lr) for n in along]
-    logs = np.log(np.stack(at)).mean(1)  # (points, steps + 1, 3)
-    return np.polyfit(np.log(along), logs.reshape(len(along), -1), 1)[0].reshape(STEPS + 1, 3)
+def streams(found):
+    return {(place, step): found[f"size of stream, {place} layer", step] for place in PLACES for step in STEPS}
 
 
-# cases B58, B60
-def test_mup_is_level_over_width_and_the_standard_scheme_is_not():
-    mup = slopes("mup", WIDTHS, LR, base_width=64, base_head_dim=HEAD)
-    assert np.abs(mup[:, :2]).max() <= LEVEL, mup
-    assert mup[0, 2] == pytest.approx(-0.5, abs=0.1)  # a readout that is not zero: its logits shrink at first
-    assert mup[1:, 2].max() <= LEVEL
-    standard = slopes("fixed_normal", WIDTHS, LR)
-    assert np.abs(standard[1:, :2]).max() > 3 * LEVEL, standard
-    assert standard[1:, 2].max() > 3 * LEVEL
+def outside(found):
+    return {k: v for k, v in streams(found).items() if abs(v) > FLAT_SIZE}
 
 
-def test_mup_with_a_zero_readout_has_no_logits_at_first():
-    seen = sizes("mup", 64, 2, (("base_width", 64), ("zero_readout", True)), LR)
-    assert (seen[:, 0, 2] == 0).all()
-    assert (seen[:, 1:, 2] > 0).all()
+# case B60
+def test_mup_is_level_over_width():
+    found, failed = slopes("mup", WIDTH, "--scheme.args.base_head_dim", "16")
+    assert not failed
+    assert not outside(found)
+    assert found["size of logits", 0] == pytest.approx(-0.5, abs=0.05)  # a readout that is not zero
+    for step in STEPS:
+        assert found["size of logits", step] < FLAT_SIZE
+        assert abs(found["size of attention logits", step]) < FLAT_SIZE  # heads as wide as the base's: 1/sqrt(h)
+
+
+def test_the_standard_scheme_is_not():
+    found, failed = slopes("fixed_normal", WIDTH)
+    assert failed
+    assert len(outside(found)) == len(streams(found))
+    assert min(streams(found).values()) > 5 * FLAT_SIZE
+    assert min(found["size of logits", step] for step in STEPS) > 4 * FLAT_SIZE
+
+
+def test_a_zero_readout_has_no_logits_at_first():
+    grid = Grid(widths=(64, 128), depths=(), seeds=2, steps=1, lr=LR)
+    found, failed = slopes("mup", grid, "--scheme.args", "{base_head_dim: 16, zero_readout: true}")
+    # The effect of the head's own step came out as nan in some runs and as 0.03 in others of the same program, on CPU
+    # with jax 0.10.2; why is not known, and it is not what is tested here.
+    assert not [s for s in failed if not s.quantity.startswith("effect")]
+    assert ("size of logits", 0) not in found  # exactly zero: no slope
+    assert ("size of logits", 1) in found
 
 
 # case B62
-def test_completep_is_level_over_depth_and_the_standard_scheme_is_not():
-    completep = slopes("completep", DEPTHS, LR, base_width=32, base_depth=2, base_head_dim=HEAD)
-    assert np.abs(completep[:, :2]).max() <= LEVEL, completep
-    assert completep[:, 2].max() <= LEVEL
-    standard = slopes("fixed_normal", DEPTHS, LR)
-    assert np.abs(standard[1:, :2]).max() > 3 * LEVEL, standard
+def test_completep_is_level_over_depth():
+    found, failed = slopes("completep", DEPTH, "--scheme.args", "{base_width: 32, base_head_dim: 16}")
+    assert not failed
+    assert not outside(found)
+    assert all(abs(found["size of logits", step]) < FLAT_SIZE for step in STEPS)
+
+
+def test_the_standard_scheme_grows_with_depth():
+    found, failed = slopes("fixed_normal", DEPTH)
+    assert failed
+    assert all(found["size of stream, last layer", step] > 2 * FLAT_SIZE for step in STEPS[1:])
