@@ -22,7 +22,7 @@ import optax
 import deepinit
 from deepinit import Geometry, roles, sharded_init
 from deepinit.geometry import VECTORS, Role
-from deepinit.laws import Constant, Normal
+from deepinit.laws import Normal
 from deepinit.nn import Decoder
 from deepinit.recipe import FrozenMap, Laws, Recipe
 from deepinit.signal import growth
@@ -69,7 +69,7 @@ GROUPS = {
 def recipe_at(name: str, args: dict[str, Any], depth: int) -> Recipe:
     """A scheme on a stream that starts at variance 1, read by a random head: so that depth alone differs."""
     r = deepinit.recipe(name, GEOMETRY.replace(num_layers=depth), **args)
-    head = Normal(GEOMETRY.d_model**-0.5) if r.weights["lm_head"] == Constant(0.0) else r.weights["lm_head"]
+    head = Normal(GEOMETRY.d_model**-0.5)  # some schemes' own head is 0, or falls with depth
     unit = {**r.multipliers, "embed": 1 / r.weights["token_embed"].std}
     return dataclasses.replace(
         r, weights=Laws({**r.weights, Role.LM_HEAD: head}, r.leaves), multipliers=FrozenMap(unit)
@@ -119,11 +119,14 @@ def measured(name: str, args: dict[str, Any], depth: int) -> dict[str, tuple[flo
     return {g: (float(s), float(a)) for g, (s, a) in zip(groups, mean)}
 
 
-def study() -> list[dict[str, Any]]:
-    """A row for each scheme, group and optimizer."""
+def study(path: Path | None) -> list[dict[str, Any]]:
+    """A row for each scheme, group and optimizer; kept as they come, so that a run goes on where another ended."""
     assert set(VECTORS) >= {Role.NORM_SCALE, Role.RESIDUAL_GATE}
-    rows = []
+    rows = json.loads(path.read_text())["rows"] if path and path.exists() else []
+    done = {r["scheme"] for r in rows}
     for label, (name, args) in SCHEMES.items():
+        if label in done:
+            continue
         rule = growth.exponents(lambda depth, n=name, a=args: recipe_at(n, a, depth), DEPTHS, OPTIONS)
         sizes = [measured(name, args, depth) for depth in DEPTHS]
         for group in sizes[0]:
@@ -135,7 +138,16 @@ def study() -> list[dict[str, Any]]:
                 facts = {"scheme": label, "group": group, "optimizer": optimizer, "promised": label in PROMISED}
                 rows.append({**facts, "sizes": moved, "measured": slope, "rule": float(rule[group][i])})
         print(label, flush=True)
+        if path:
+            write(path, rows)
     return rows
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows, and by which jax."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(r) for r in rows)
+    path.write_text(f'{{"jax": "{jax.__version__}", "rows": [\n{lines}\n]}}\n')
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -155,12 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = study()
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(json.dumps(r) for r in rows)
-        options.json.write_text(f'{{"jax": "{jax.__version__}", "rows": [\n{lines}\n]}}\n')
-    print(markdown(rows))
+    print(markdown(study(options.json)))
 
 
 if __name__ == "__main__":

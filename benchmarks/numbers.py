@@ -290,9 +290,10 @@ def schemes(f: Figures) -> list[Claim]:
         ),
         Claim(
             "Fixup bounds the change of every layer",
-            "of the matrices under SGD; not of its scalars, and not under Adam",
-            f"Matrices {f.law('Fixup')}; scalar shifts {f.law('Fixup', 'shifts')} (hence its lower rate for scalars).",
-            f.laws["Fixup", "shifts", "sgd"][1] > 0.85,
+            "of the MLP under SGD; not of attention, of its scalars, or under Adam",
+            f"All matrices together: depth to the power {f.law('Fixup')}. By the rule the MLP is level under SGD, "
+            "attention with its four matrices goes as L^(2/3), scalar shifts as L (hence their lower rate).",
+            0.1 < f.laws["Fixup", "matrices", "sgd"][1] < 0.67 and f.laws["Fixup", "matrices", "adam"][1] > 0.4,
         ),
         Claim(
             "Fixup scales weights by L^(-1/2) or L^(-1/4)",

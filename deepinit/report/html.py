@@ -127,7 +127,7 @@ def of_predictions(folder: str, curves: Sequence[Curve], unit: Sequence[Curve]) 
     )
     page.figure(
         "variance_from_1",
-        plots.variance(unit, "The same from an input of variance 1"),
+        plots.variance(unit, "Variance of the residual stream, from an input of variance 1"),
         "What the layers add by themselves: linear growth, 1 + a constant, bounded by a norm, or identity.",
     )
     page.heading("What each layer adds")

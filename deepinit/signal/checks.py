@@ -154,7 +154,7 @@ def gradient(p: Prediction, m: Measured) -> Check:
     first, last = float(p.layer_variance[1]), float(p.layer_variance[-1])
     level = LEVEL[0] <= ratio <= LEVEL[1]
     if p.forward.additions[-1].norm == "post":
-        note = "" if level else "not level: judged, since the variance of a post-norm stream says nothing"
+        note = "" if level else f"not level ({LEVEL[0]:g} to {LEVEL[1]:g}); a post-norm stream is judged by this"
         return Check(name, 1.0, ratio, None, level, note)
     note = "" if level else "a gradient goes as 1/|x|" if ratio > 1 else ""
     return Check(name, math.sqrt(last / first), ratio, None, None, note)
