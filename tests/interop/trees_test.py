@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import deepinit
+from deepinit import audits
 from deepinit.interop import TABLES, Table, trees
 from deepinit.interop.sizes import geometry_of
 from deepinit.invariants import inspect
@@ -43,7 +44,7 @@ def recipe_for(scheme: str, g: deepinit.Geometry) -> Recipe:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_is_reinitialized_and_verified(name):
+def test_every_layout_is_reinitialized_verified_and_audited(name):
     make, g, scheme = LAYOUTS[name]
     params, recipe = make(), recipe_for(scheme, g)
     new = reinit(params, recipe, seed=5)
@@ -53,6 +54,12 @@ def test_every_layout_is_reinitialized_and_verified(name):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), trees.roles.state_of(new)) == jax.tree.map(
         lambda x: (x.shape, x.dtype), trees.roles.state_of(params)
     )
+    found = audits.audit(new, sizes={"num_heads": g.num_heads})
+    assert found.table == name.partition(",")[0]
+    assert scheme in {f.recipe.name for f in found.best}
+    assert found.initial
+    assert not found.misfits
+    assert found.digest == verdict.digest
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -272,3 +279,20 @@ def test_layer_scale_is_exact_on_every_path(depth):  # case B27
             assert len(gates) == 5
         for gate in gates:
             assert (np.asarray(gate) == np.float32(wanted)).all()
+
+
+def test_a_stage_of_a_pipeline_counts_layers_as_the_whole_stack_does():  # case B16
+    g = deepinit.Geometry(8, 64, 4, 128, 64, mlp="gelu")
+    recipe = recipe_for("ds_init", g)
+
+    def stage(layers):
+        return layouts.shapes({f"layers_{i}/attn_out": (4, 16, 64) for i in layers})
+
+    whole, second = reinit(stage(range(8)), recipe), reinit(stage(range(4, 8)), recipe)
+    for i in range(4, 8):
+        path = f"layers_{i}/attn_out"
+        assert (second[path] == whole[path]).all()
+        assert second[path].std() == pytest.approx(recipe.weights["attn_out"].std[i], rel=0.05)
+    assert inspect(second, recipe, seed=0).ok
+    local = {f"layers_{i - 4}/attn_out": second[f"layers_{i}/attn_out"] for i in range(4, 8)}
+    assert len(inspect(local, recipe).bad) == 4
