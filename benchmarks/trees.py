@@ -62,5 +62,5 @@ def healthy(tree: Any, recipe: Recipe, seed: int, table: Any = None) -> dict[str
             at[view.cut[0]] = slice(*view.cut[1:])
             made[view.leaf.path][tuple(at)] = part
         else:
-            made[view.leaf.path] = np.ascontiguousarray(part)
+            made[view.leaf.path] = np.array(part, order="C")  # which, unlike ascontiguousarray, keeps a scalar's shape
     return made
