@@ -1,7 +1,6 @@
 """What a compiled step moves between devices: weights layer by layer, sums into shards; no activations, no stacks."""
 
 import math
-import re
 from collections import Counter
 
 import jax
@@ -13,12 +12,12 @@ from deepinit import roles, sharding
 from deepinit.nn import Decoder
 from deepinit.sharded_init import abstract_params, init_sharded
 from deepinit.train import optimizer, step
+from deepinit.train.collectives import listed, moved
 from deepinit.train.config import load
 
 LAYERS, D, HEADS, HEAD, F, V, B, T = 4, 64, 8, 8, 192, 512, 16, 32
 SIZES = f"""--model.num-layers {LAYERS} --model.d-model {D} --model.num-heads {HEADS} --model.d-ff {F}
     --model.vocab-size {V} --data.seq-len {T} --train.batch-size {B}"""
-KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
 def compiled(flags):
@@ -44,16 +43,6 @@ def compiled(flags):
         }
         pure = step.train_step(model, tx, optimizer.schedule(config), 0, False)
         return step.jitted(pure, shardings, mesh).lower(state, batch).compile().as_text()
-
-
-def moved(text):
-    """How often each (kind, shape) is moved; a collective of several arrays counts for each of them."""
-    found = Counter()
-    for line in text.splitlines():
-        if match := re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line):
-            for shape in re.findall(r"\w+\[([\d,]*)\]", match[1]):
-                found[match[2], tuple(map(int, shape.split(","))) if shape else ()] += 1
-    return found
 
 
 def size(shape):
@@ -128,3 +117,15 @@ def test_a_split_sequence_changes_no_loss(mesh):
             losses.append((float(loss), jax.device_get(grads)))
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), losses[0][1], losses[1][1])
+
+
+def test_collectives_are_read_from_a_program_s_text():
+    text = """
+      %r = f32[8,64]{1,0} all-reduce(%a), to_apply=%sum
+      %s = (f32[8,64]{1,0}, f32[]) all-reduce(%b, %c), to_apply=%sum
+      %g = bf16[16,64]{1,0} all-gather-start(%d), dimensions={0}
+      %n = f32[128,128]{1,0} dot(%e, %f)
+    """
+    found = moved(text)
+    assert found == {("all-reduce", (8, 64)): 2, ("all-reduce", ()): 1, ("all-gather", (16, 64)): 1}
+    assert listed(found) == [("all-gather", "16 x 64", 1), ("all-reduce", "8 x 64", 2)]
