@@ -51,6 +51,7 @@ def test_one_of_two_killed_at_a_step(home, undisturbed):
     ended_alike(home / "killed", undisturbed)
 
 
+# case B74
 def test_killed_while_a_checkpoint_is_written(home, undisturbed):
     folder = home / "saving"
     run = local(home, "saving", MORE)
@@ -82,6 +83,7 @@ def test_a_truncated_newest_checkpoint(home, undisturbed):
     ended_alike(folder, undisturbed)
 
 
+# case B74
 def test_sigterm_to_one_of_two_stops_both_with_a_checkpoint(home, undisturbed):
     folder = home / "preempted"
     run = local(home, "preempted", MORE)
@@ -98,6 +100,7 @@ def test_sigterm_to_one_of_two_stops_both_with_a_checkpoint(home, undisturbed):
     ended_alike(folder, undisturbed)
 
 
+# case B79
 def test_one_process_stands_still(home, undisturbed):
     """One is stopped like a machine that hangs: the other waits in a collective, says so, and ends in time."""
     folder = home / "stuck"
@@ -135,9 +138,10 @@ def test_one_process_starts_late(home, undisturbed):
     ended_alike(home / "late", undisturbed)
 
 
+# case B79
 def test_the_coordinator_is_absent(home):
     place = ["--coordinator", f"127.0.0.1:{launched.free_port()}", "--processes", 2, "--process", 1]
     command = [launched.ROOT / ".venv/bin/deepinit", "train", *place, "--start-timeout", 5]
-    status, said = launched.finish(launched.start([*command, *launched.flags(home, "absent")]), timeout=60)
+    status, said = launched.finish(launched.start([*command, *launched.flags(home, "absent")]))
     assert status == 75
     assert "process 0 of 2 was not at 127.0.0.1" in said
