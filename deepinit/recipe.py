@@ -418,9 +418,8 @@ def numbers(value: Any) -> Any:
 
 def gate_leaves(rule: Residual, gains: Mapping[str, Gate], g: Geometry) -> dict[str, Distribution]:
     """Laws of the leaves of learnable factors, by the ends of their paths."""
-    leaves: dict[str, Distribution] = {}
-    if rule.gate and rule.gate.name:
-        leaves[rule.gate.name] = Constant(rule.gate.value)
+    named = [gate for _, gate in rule.gates if gate and gate.name] + [gain for gain in gains.values() if gain.name]
+    leaves: dict[str, Distribution] = {gate.name: Constant(gate.value) for gate in named}
     for qualifier, gate in (("skip", rule.skip_gate), ("x0", rule.x0_gate)):
         if gate and isinstance(gate.value, tuple) and len(gate.value) > g.num_layers:  # one for each addition
             for i, kind in enumerate(g.additions):

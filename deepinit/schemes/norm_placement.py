@@ -231,6 +231,7 @@ def normformer(g: Geometry, *, std: Std = 0.02, divisor: Divisor = "total", resi
         laws | divided(g, laws, divisor),
         Residual(norm="pre", placements=("sandwich", "sub"), skip_gate=scale),
         gains={"head": Gate(1.0, "head", role=Role.BRANCH_SCALE, name="head_scale")},
+        leaves={"residual_scale": Constant(1.0)},  # where there is one
         requires={"parallel": False},
     )
 
