@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ START: dict[str, tuple[Any, Any, str]] = {
     "coordinator": (str, "", "HOST:PORT of process 0 (or DEEPINIT_COORDINATOR)"),
     "processes": (int, 0, "how many there are (or DEEPINIT_PROCESSES); one connects to nobody"),
     "process": (int, -1, "which one this is, from 0 (or DEEPINIT_PROCESS)"),
-    "start_timeout": (float, 300.0, "seconds in which all must have come; who did not is named"),
+    "start_timeout": (float, 300.0, "seconds since the command began in which all must come; who did not is named"),
     "stuck_timeout": (
         float,
         1800.0,
@@ -89,6 +90,7 @@ def run(args: list[str]) -> int:
     """Find the verb and hand it its flags."""
     from deepinit import __version__
 
+    began = time.monotonic()  # before jax is imported, which takes seconds
     if not args or args[0] in ("-h", "--help", "help"):
         print("usage: deepinit VERB [--config FILE] [--section.field VALUE ...]\n")
         print("\n".join(f"  {verb:9} {what}" for verb, what in VERBS.items()))
@@ -125,7 +127,7 @@ def run(args: list[str]) -> int:
         parser.add_argument("--strict", action="store_true", help="warnings and leaves without a role fail too")
     if verb != "train":
         parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    options, flags = parser.parse_known_args(args, argparse.Namespace(scheme=scheme, path=path))
+    options, flags = parser.parse_known_args(args, argparse.Namespace(scheme=scheme, path=path, began=began))
     if options.help:
         return show_help(parser, verb)
     if verb == "schemes" and flags:
@@ -244,7 +246,7 @@ def placed(options: argparse.Namespace) -> Any:
     """How this process finds the others, from the verb's own flags."""
     from deepinit.train.distributed import Start
 
-    return Start(**{name: getattr(options, name) for name in START})
+    return Start(**{name: getattr(options, name) for name in START}, began=options.began)
 
 
 def predict(options: argparse.Namespace, flags: list[str]) -> int:

@@ -48,9 +48,11 @@ class Start:
     processes: int = 0
     process: int = -1
     start_timeout: float = 300.0
-    """Seconds until everybody must have come."""
+    """Seconds until everybody must have come, from `began` on; at least half of it is waited."""
     stuck_timeout: float = 1800.0
     """Seconds without a step after which a process ends itself; 0: never."""
+    began: float | None = None
+    """When the command began, by `time.monotonic()`; None: now."""
 
 
 def facts(config: Config) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def run(start: Start, config: Config, work: Callable[[Beat], int]) -> int:
         with Watchdog(start.stuck_timeout, "the process") as watchdog:
             return work(watchdog.beat)
     try:
-        connect(place, facts(config), start.start_timeout)
+        connect(place, facts(config), start.start_timeout, start.began)
     except rollcall.Absent as e:
         say(str(e))
         return RETRY
@@ -104,11 +106,11 @@ def run(start: Start, config: Config, work: Callable[[Beat], int]) -> int:
     return status
 
 
-def connect(place: Place, facts: Mapping[str, Any], timeout: float) -> None:
+def connect(place: Place, facts: Mapping[str, Any], timeout: float, began: float | None = None) -> None:
     """Roll call, then jax's own start, which everybody enters within moments."""
     if hasattr(signal, "SIGUSR1"):  # where does it stand? kill -USR1 tells, and harms nothing
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-    rollcall.call(place, facts, timeout)
+    rollcall.call(place, facts, timeout, began)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     own = None if place.local is None or (visible and "," not in visible) else place.local
     try:

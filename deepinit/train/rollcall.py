@@ -24,19 +24,24 @@ class Absent(RuntimeError):
     """A process did not come in time. The message is one line that names it."""
 
 
-def call(place: Place, facts: Facts, timeout: float) -> None:
+def call(place: Place, facts: Facts, timeout: float, began: float | None = None) -> None:
     """Return on all processes once all have come with equal facts.
 
     Raises:
-      Absent: somebody did not come within `timeout` seconds.
+      Absent: somebody did not come within `timeout` seconds since `began`.
       ConfigError: facts differ; the line names the first difference and the processes.
     """
-    deadline = time.monotonic() + timeout
-    verdict = lead(place, facts, deadline, timeout) if place.index == 0 else follow(place, facts, deadline, timeout)
+    end = deadline(timeout, began, time.monotonic())
+    verdict = lead(place, facts, end, timeout) if place.index == 0 else follow(place, facts, end, timeout)
     if verdict.get("absent"):
         raise Absent(verdict["absent"])
     if verdict.get("wrong"):
         raise ConfigError(verdict["wrong"])
+
+
+def deadline(timeout: float, began: float | None, now: float) -> float:
+    """Until when to wait. What the process did before, such as importing, is part of the limit, up to half of it."""
+    return now + timeout if began is None else max(began + timeout, now + timeout / 2)
 
 
 def lead(place: Place, facts: Facts, deadline: float, timeout: float) -> dict[str, str]:

@@ -66,6 +66,13 @@ def test_who_did_not_come_is_named_on_all():
         assert "processes 1, 3 of 4 did not come" in str(e)
 
 
+# case B79
+def test_the_limit_counts_from_the_start_of_the_command():
+    assert rollcall.deadline(20.0, None, now=108.0) == 128.0
+    assert rollcall.deadline(20.0, 100.0, now=108.0) == 120.0
+    assert rollcall.deadline(6.0, 100.0, now=108.0) == 111.0  # slower to import than to wait: there is time to come
+
+
 def test_nobody_at_the_coordinator():
     (e,) = calls(2, timeout=0.5, who=(1,)).values()
     assert isinstance(e, rollcall.Absent)
