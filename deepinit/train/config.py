@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from deepinit import calibration, layout
-from deepinit.errors import ConfigError
+from deepinit.errors import ConfigError, unknown
 from deepinit.geometry import Geometry
 from deepinit.recipe import FrozenMap, Recipe
 from deepinit.train import data, loader, metrics
@@ -117,7 +117,9 @@ class SchemeConfig:
     name: str = "small_init_scaled"
     """A name of `deepinit schemes`."""
     args: FrozenMap[Any] = field(default_factory=FrozenMap)
-    """The scheme's hyperparameters. Naming another scheme drops these, and all below but the sampler."""
+    """The scheme's hyperparameters. Naming another scheme drops these, and all below but base and sampler."""
+    base: FrozenMap[int] = field(default_factory=FrozenMap)
+    """Width and depth of the model whose learning rates were tuned, for every scheme that asks for them."""
     residual: str = ""
     """A scheme whose residual rule takes the place of the scheme's own; empty: none."""
     residual_args: FrozenMap[Any] = field(default_factory=FrozenMap)
@@ -271,15 +273,27 @@ class Config:
         s = self.scheme
         if s.residual:
             recipe = mixing.mixed(
-                s.name, s.residual, self.geometry(), norm=placement, weights_args=s.args, residual_args=s.residual_args
-            )
+                s.name, s.residual, self.geometry(), norm=placement, weights_args=self.scheme_args,
+                residual_args=s.residual_args,
+            )  # fmt: skip
         elif s.residual_args:
             given = dict(s.residual_args)
             raise ConfigError(f"scheme.residual_args: {given} without a scheme.residual that takes them")
         else:
-            recipe = registry.recipe(s.name, self.geometry(), norm=placement, **s.args)
+            recipe = registry.recipe(s.name, self.geometry(), norm=placement, **self.scheme_args)
         recipe = mixing.overridden(recipe, s.overrides) if s.overrides else recipe
         return recipe.with_norm_offset() if self.model.norm_offset else recipe
+
+    @property
+    def scheme_args(self) -> dict[str, Any]:
+        """The scheme's hyperparameters: those given, and the base sizes that it asks for."""
+        from deepinit.schemes import registry
+
+        s = self.scheme
+        if wrong := [k for k in s.base if f"base_{k}" not in MODEL_SIZE]:
+            raise unknown("scheme.base", wrong[0], [k.removeprefix("base_") for k in MODEL_SIZE])
+        base = {f"base_{k}": v for k, v in s.base.items()}
+        return {k: base[k] for k in registry.undecided(s.name, s.args) if k in base} | dict(s.args)
 
     def model_options(self) -> dict[str, Any]:
         """Keyword arguments of `deepinit.nn.Decoder.from_recipe`."""
@@ -333,7 +347,7 @@ class Config:
         recipe = self.recipe()
         if recipe.name == "external":
             raise ConfigError("scheme.name: 'external' leaves the weights to a Python caller; a run needs a scheme")
-        if missing := registry.undecided(self.scheme.name, self.scheme.args):
+        if missing := registry.undecided(self.scheme.name, self.scheme_args):
             own = getattr(self.model, MODEL_SIZE[missing[0]])
             raise ConfigError(
                 f"scheme.args.{missing[0]}: scheme {recipe.name} needs that of the model whose rates were tuned; "
@@ -513,7 +527,7 @@ def overlaid(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
         old, new = out.setdefault(section, {}), dict(fields)
         if section == "scheme":
             if new.get("name", old.get("name")) != old.get("name"):
-                old = out[section] = {k: v for k, v in old.items() if k == "sampler"}
+                old = out[section] = {k: v for k, v in old.items() if k in ("sampler", "base")}
             new |= {k: {**old.get(k, {}), **new.get(k, {})} for k in ("args", "residual_args") if k in (*old, *new)}
             roles = {**old.get("overrides", {}), **new.get("overrides", {})}
             new["overrides"] = {r: {**old.get("overrides", {}).get(r, {}), **of} for r, of in roles.items()}

@@ -138,6 +138,23 @@ def test_a_switch_alone_is_on():
     assert load([], ["--model.scan", "false", "--model.qk-norm"]).model.scan is False
 
 
+# case B61
+def test_the_base_of_a_config_is_for_every_scheme_that_asks():
+    flags = ["--scheme.base", "{width: 64, depth: 2}", "--scheme.name"]
+    given = load([], [*flags, "completep"])
+    assert given.scheme_args == {"base_width": 64, "base_depth": 2}
+    assert (
+        given.check()
+        == load([], ["--scheme.name", "completep", "--scheme.args", "{base_width: 64, base_depth: 2}"]).check()
+    )
+    assert load([], [*flags, "mup"]).scheme_args == {"base_width": 64}
+    assert load([], [*flags, "mup", "--scheme.args.base-width", "32"]).scheme_args == {"base_width": 32}
+    assert load([], [*flags, "gpt2"]).scheme_args == {}
+    assert "scheme.base" in one_line(lambda: load([], ["--scheme.base.widht", "64", "--scheme.name", "mup"]))
+    tiny = load(["configs/tiny.yaml"], ["--scheme.name", "depth_mup"])
+    assert tiny.check().updates["mlp_up"].lr == pytest.approx(1 / (2 * 2**0.5))
+
+
 def test_named_values_one_by_one_and_together():
     one_by_one = ["--scheme.name", "completep", "--scheme.args.base-width", "64", "--scheme.args.base-depth", "2"]
     together = ["--scheme.name", "completep", "--scheme.args", "{base_width: 64, base_depth: 2}"]
