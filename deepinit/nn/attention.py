@@ -14,6 +14,7 @@ from flax import linen
 from deepinit.geometry import Role
 from deepinit.nn.norm import Norm, unit
 from deepinit.nn.part import Part
+from deepinit.nn.product import product
 from deepinit.nn.rope import rotary
 from deepinit.nn.stats import attention, collecting, keep
 from deepinit.sharding import constrain
@@ -80,7 +81,7 @@ class Attention(Part):
             out = Norm(**self.shared(), name="inner_norm")(flat, layer).reshape(out.shape)
         out = self.shifted(out, "out", layer)
         w_NHD = self.weight(Role.ATTN_OUT, (g.num_heads, g.head_dim, g.d_model), ("heads", "head_dim", "embed"), layer)
-        y_BTD = self.scaled(jnp.einsum("BTNH,NHD->BTD", out, w_NHD), Role.ATTN_OUT)
+        y_BTD = self.scaled(product(out, w_NHD, inner=2), Role.ATTN_OUT)
         if self.bias:
             y_BTD = y_BTD + self.weight("attn_out_bias", (g.d_model,), ("features",), layer)
         return y_BTD
@@ -93,11 +94,11 @@ class Attention(Part):
         kernels = [self.weight(r, (g.d_model, c, h), ("embed", axis, "head_dim"), layer) for r, c, axis in heads]
         if self.fused_qkv:  # side by side within each key head, so that a tensor-sharded head axis needs no exchange
             groups = [w.reshape(g.d_model, k, -1, h) for w in kernels]
-            fused = jnp.einsum("BTD,DKGH->BTKGH", x_BTD, jnp.concatenate(groups, axis=2))
+            fused = product(x_BTD, jnp.concatenate(groups, axis=2))
             parts = jnp.split(fused, [n // k, n // k + 1], axis=3)
             outs = [p.reshape(*x_BTD.shape[:2], -1, h) for p in parts]
         else:
-            outs = [jnp.einsum("BTD,DNH->BTNH", x_BTD, w) for w in kernels]
+            outs = [product(x_BTD, w) for w in kernels]
         outs = [self.scaled(y, r) for y, (r, _, _) in zip(outs, heads)]
         if self.bias:
             biases = [self.weight(f"{r}_bias", (c, h), (axis, "head_dim"), layer) for r, c, axis in heads]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deepinit.nn.product import product
 from deepinit.sharding import constrain
 
 
@@ -34,7 +35,7 @@ class Head:
     def __call__(self, weights: Any, x_BTD: jax.Array) -> jax.Array:
         """(B, T, V) of `weights`: the table (V, d), and a gain (V,) or None."""
         table_VD, gain_V = weights
-        logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=jnp.float32)
+        logits = product(x_BTD, table_VD.T, dtype=jnp.float32)
         if self.factor != 1.0:
             logits = logits * jnp.asarray(self.factor, logits.dtype)
         logits = constrain(logits, "batch", "seq", "vocab")

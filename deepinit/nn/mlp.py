@@ -12,6 +12,7 @@ from flax import linen
 from deepinit.geometry import Role
 from deepinit.nn.norm import Norm
 from deepinit.nn.part import Part
+from deepinit.nn.product import product
 
 ACTIVATIONS = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 
@@ -28,10 +29,10 @@ class Mlp(Part):
 
         def up(x: jax.Array) -> list[jax.Array]:
             if self.fused_gate_up and g.gated:
-                both = jnp.einsum("...D,DCF->...CF", x, jnp.stack(kernels, axis=1))
+                both = product(x, jnp.stack(kernels, axis=1))
                 hidden = [both[..., 0, :], both[..., 1, :]]
             else:
-                hidden = [x @ w for w in kernels]
+                hidden = [product(x, w) for w in kernels]
             hidden = [self.scaled(y, r) for y, r in zip(hidden, roles)]
             if self.bias:
                 hidden = [y + self.weight(f"{r}_bias", (g.d_ff,), ("mlp",), layer) for y, r in zip(hidden, roles)]
@@ -39,7 +40,7 @@ class Mlp(Part):
 
         def down(y: jax.Array) -> jax.Array:
             w_FD = self.weight(Role.MLP_DOWN, (g.d_ff, g.d_model), ("mlp", "embed"), layer)
-            y = self.scaled(y @ w_FD, Role.MLP_DOWN)
+            y = self.scaled(product(y, w_FD), Role.MLP_DOWN)
             return y + self.weight("mlp_down_bias", (g.d_model,), ("features",), layer) if self.bias else y
 
         return feed_forward(self, x, up, down, layer)
