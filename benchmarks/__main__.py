@@ -15,6 +15,7 @@ NAMES = {
     "init": "initial parameters of a 335 M decoder against stock draws, torch and a constant fill",
     "start": "CPU-seconds and memory from the command to the first step, against depth",
     "train": "a training step against torch's and nanodo's, and against its matrix products alone",
+    "profile": "where the time of that step goes, operation by operation",
     "loss": "memory and time of the loss at a vocabulary of 128k, whole and in parts",
     "verify": "the proof of a tree of 335 M parameters against its init and one read",
     "probe": "what statistics and a probe add to a step of 80 layers",
