@@ -185,7 +185,8 @@ def unevenness(view: View, m: Measured) -> float:
         if k.sum() < 16:
             continue
         q, f = q[k] / width, f[k] / width
-        kurtosis = min(f.mean() / q.mean() ** 2, 3.5)  # of an initial law; a heavier tail is itself a sign
+        # that of an initial law; a heavier tail is itself a sign, and signs alone have 1 and no spread
+        kurtosis = float(np.clip(f.mean() / q.mean() ** 2, 1 + 1e-6, 3.5))
         spread = ((q / q.mean() - 1) ** 2).sum() / ((kurtosis - 1) / width)
         worst = max(worst, (spread - len(q)) / math.sqrt(2 * len(q)) / 1.5)
     return worst

@@ -133,31 +133,31 @@ def run(recipe: Recipe, grid: Grid, options: Mapping[str, Any]) -> dict[tuple[st
     picks = jnp.asarray([[key(leaf) == name for leaf in leaves] for name in names], jnp.float32)
     tree = jax.tree.structure(shapes)
 
-    def one(own_keys: Any, own_tokens: jax.Array) -> Any:
-        params = plans[0][0](own_keys)
+    def one(params: Any, own_tokens: jax.Array) -> Any:
         tx = transformation(grid, recipe, params)
 
         def step(carry: Any, batch: jax.Array) -> Any:
-            params, state = carry
+            params, state, first, count = carry
             seen = observe(model, params, own_tokens[0])
             updates, state = tx.update(jax.grad(lambda p: mean_loss(model, p, batch))(params), state, params)
-            return (optax.apply_updates(params, updates), state), seen
+            first = jax.tree.map(lambda f, u: jnp.where(count == 0, u.astype(f.dtype), f), first, updates)
+            return (optax.apply_updates(params, updates), state, first, count + 1), seen
 
-        (final, _), seen = jax.lax.scan(step, (params, tx.init(params)), own_tokens)
+        start = params, tx.init(params), jax.tree.map(jnp.zeros_like, params), 0
+        (final, _, first, _), seen = jax.lax.scan(step, start, own_tokens)
         seen = jax.tree.map(lambda xs, x: jnp.concatenate([xs, x[None]]), seen, observe(model, final, own_tokens[0]))
-        grads = jax.grad(lambda p: mean_loss(model, p, own_tokens[0]))(params)
-        first, _ = tx.update(grads, tx.init(params), params)
 
         push = pushforward(lambda p: outputs(model, p, own_tokens[0]), params)
 
         def effect(pick: jax.Array) -> Any:
-            return jax.tree.map(
-                rms, push(jax.tree.map(lambda m, u: m * u, jax.tree.unflatten(tree, list(pick)), first))
-            )
+            some = jax.tree.unflatten(tree, list(pick))
+            return jax.tree.map(rms, push(jax.tree.map(lambda m, u: (m * u).astype(u.dtype), some, first)))
 
         return sizes_of(seen), jax.lax.map(effect, picks)
 
-    sized, effects = jax.device_get(jax.jit(jax.vmap(one))(keys, tokens))
+    # Drawn by a program of their own: where XLA sees that a head is zero, its derivative comes out as NaN on CPU.
+    params = jax.jit(jax.vmap(plans[0][0]))(keys)
+    sized, effects = jax.device_get(jax.jit(jax.vmap(one))(params, tokens))
     found = {(q, t): v[:, t] for q, v in sized.items() for t in range(v.shape[1]) if t or not q.startswith("change")}
     for i, name in enumerate(names):
         stream, logits = (effects[k][:, i] for k in ("last", "logits"))

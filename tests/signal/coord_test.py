@@ -1,5 +1,8 @@
 """Coordinate checks: the fit and its verdict, and what passes on drawn models."""
 
+import contextlib
+import dataclasses
+import io
 import json
 import math
 
@@ -93,23 +96,46 @@ def test_schemes_get_the_smallest_sizes_as_their_base():
 # --- drawn models ------------------------------------------------------------------------------------------------
 
 
-def test_mup_is_level_over_width_and_the_standard_scheme_is_not():
-    mup, plain = (outcome(scheme, TINY) for scheme in ("mup", "fixed_normal"))
-    assert mup.ok("width")
-    assert not plain.ok("width")
-    assert not mup.ok("depth")
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """(exit status, what was printed, folder of the report) of a check of two schemes over width, one over depth."""
+    folder, said = tmp_path_factory.mktemp("coord"), io.StringIO()
+    flags = ["--widths", "32,128", "--depths", "2,8", "--seeds", "2", "--steps", "2", "--model.mlp", "relu"]
+    with contextlib.redirect_stdout(said):
+        status = cli.main(["coord", "--schemes", "mup,fixed_normal", *flags, "--report", str(folder)])
+    return status, said.getvalue(), folder
+
+
+def test_mup_is_level_over_width_and_the_standard_scheme_is_not(command):
+    data = json.loads((command[2] / "report.json").read_text())["schemes"]
+    assert [(s["scheme"], s["width_ok"], s["depth_ok"]) for s in data] == [
+        ("mup", True, False),
+        ("fixed_normal", False, False),
+    ]
+    mup, plain = ({(s["axis"], s["quantity"], s["step"]): s["slope"] for s in one["slopes"]} for one in data)
     for t in (1, 2):
-        assert abs(slope(mup, "width", "change of stream, last layer", t).slope) < 0.15
-        assert slope(plain, "width", "change of stream, last layer", t).slope > 0.5
-    assert slope(mup, "width", "size of logits", 0).slope == pytest.approx(-0.5, abs=0.1)
-    assert slope(plain, "width", "effect of mlp_up", 1).slope > 0.5
-    json.dumps(mup.to_json(), allow_nan=False)
+        assert abs(mup["width", "change of stream, last layer", t]) < 0.15
+        assert plain["width", "change of stream, last layer", t] > 0.5
+    assert mup["width", "size of logits", 0] == pytest.approx(-0.5, abs=0.1)
+    assert plain["width", "effect of mlp_up", 1] > 0.5
 
 
+def test_the_command_prints_slopes_and_verdicts(command):
+    status, said, folder = command
+    assert status == 1
+    assert "mup: width passes, depth FAILS" in said
+    assert "fixed_normal: width FAILS" in said
+    assert "sure" in said
+    assert (folder / "width_stream.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 def test_completep_passes_over_depth():
-    grid = Grid(widths=(), depths=(2, 8, 24), seeds=2, steps=2, batch=4, seq_len=16, vocab=48)
-    assert outcome("completep", grid).ok("depth")
-    assert outcome("completep", grid).ok("width") is None
+    grid = Grid(widths=(), depths=(2, 16), seeds=2, steps=2, batch=4, seq_len=16, vocab=48)
+    found = outcome("completep", grid)
+    assert found.ok("depth")
+    assert found.ok("width") is None
+    json.dumps(found.to_json(), allow_nan=False)
 
 
 # case B58
@@ -123,21 +149,10 @@ def test_the_output_shrinks_and_activations_are_level_from_64_to_512():
     sizes = [slope(found, "width", "size of logits", t) for t in range(5)]
     assert sizes[0].slope == pytest.approx(-0.5, abs=0.05)  # a random readout, 1/sqrt(width)
     assert all(s.slope <= 0.1 for s in sizes)
-    zero = outcome("mup", grid, "--scheme.args", "{zero_readout: true}")
+    ends = dataclasses.replace(grid, widths=(64, 512))
+    zero = outcome("mup", ends, "--scheme.args", "{zero_readout: true}")
     assert not any(s.quantity == "size of logits" and s.step == 0 for s in zero.slopes)  # exactly 0: no slope
     assert zero.ok("width")
-    standard = outcome("fixed_normal", grid)
+    standard = outcome("fixed_normal", ends)
     assert not standard.ok("width")
     assert slope(standard, "width", "change of logits", 1).slope > 0.5
-
-
-def test_the_command_prints_slopes_and_verdicts(tmp_path, capsys):
-    flags = ["--widths", "32,64", "--depths", "", "--seeds", "2", "--steps", "1", "--model.mlp", "relu"]
-    assert cli.main(["coord", "--schemes", "mup,fixed_normal", *flags, "--report", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "mup: width passes, depth not run" in said
-    assert "fixed_normal: width FAILS" in said
-    assert "sure" in said
-    data = json.loads((tmp_path / "report.json").read_text())["schemes"]
-    assert [s["width_ok"] for s in data] == [True, False]
-    assert (tmp_path / "width_stream.png").read_bytes().startswith(b"\x89PNG")

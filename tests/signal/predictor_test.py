@@ -55,10 +55,10 @@ def test_the_published_predictions_are_those_of_this_code(rows):
 @pytest.mark.slow
 def test_fresh_seeds_and_text():
     text = data.load(DataConfig(seq_len=predictor.POSITIONS), batch_size=4, eval_batch_size=1, eval_batches=1)
-    configurations = [c for c in predictor.configurations(7) if c["depth"] == 12][:10]
+    configurations = [c for c in predictor.configurations(7) if c["depth"] == 12][:8]
     found = [r for c in configurations for r in predictor.examine(c, text)]
     judged = predictor.judged(found)
-    assert len(judged) >= 16
+    assert len(judged) >= 14
     z = np.array([predictor.z_of(r) for r in judged])
     assert np.abs(z).max() < checks.LIMIT
     assert z.std() < 1.6

@@ -23,29 +23,23 @@ def examined(*flags, tokens="text", effects=False):
     return study.examine(config.scheme.name, config, tokens, effects)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--scheme.name", "lecun_normal", "--model.num-kv-heads", "2"),
-        (
-            "--scheme.name",
-            "small_init",
-            "--model.mlp",
-            "relu",
-            "--model.norm",
-            "layernorm",
-            "--model.tied-embeddings",
-            "true",
-        ),
-        ("--scheme.name", "peri_ln", "--model.qk-norm", "true", "--model.positions", "learned"),
-        ("--scheme.name", "megatron", "--model.parallel", "true", "--mesh.fsdp", "2", "--mesh.tensor", "2"),
-        ("--scheme.name", "subln", "--model.num-experts", "4"),
-        ("--scheme.name", "tfixup_decoder", "--model.mlp", "gelu"),
-    ],
-)
-@pytest.mark.parametrize("tokens", ["text", "random"])
-def test_drawn_models_agree(flags, tokens):
-    case = examined(*flags, tokens=tokens)
+CASES = {
+    "text": (
+        "--scheme.name lecun_normal --model.num-kv-heads 2",
+        "--scheme.name peri_ln --model.qk-norm true --model.positions learned",
+        "--scheme.name subln --model.num-experts 4",
+    ),
+    "random": (
+        "--scheme.name small_init --model.mlp relu --model.norm layernorm --model.tied-embeddings true",
+        "--scheme.name megatron --model.parallel true --mesh.fsdp 2 --mesh.tensor 2",
+        "--scheme.name tfixup_decoder --model.mlp gelu",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tokens", "flags"), [(kind, flags) for kind, cases in CASES.items() for flags in cases])
+def test_drawn_models_agree(tokens, flags):
+    case = examined(*flags.split(), tokens=tokens)
     assert case.ok, [c for c in case.checks if c.ok is False]
     assert any(c.z is not None for c in case.checks)
 
@@ -83,7 +77,7 @@ def test_the_command_probes_and_reports(tmp_path, capsys):
 
 
 def test_a_collapsed_post_norm_stack_does_not_pass(capsys):
-    flags = [*TINY, "--scheme.name", "post_ln", "--model.num-layers", "16", "--json", "--quick"]
+    flags = [*TINY, "--scheme.name", "post_ln", "--model.num-layers", "48", "--json", "--quick"]
     assert cli.main(["probe", *flags]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False
@@ -91,13 +85,12 @@ def test_a_collapsed_post_norm_stack_does_not_pass(capsys):
     assert "token correlation, top" in bad
 
 
-def test_the_command_compares(capsys):
-    assert cli.main(["compare", "--schemes", "megatron,rezero", *TINY, "--quick", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["schemes"]
-    assert [r["scheme"] for r in rows] == ["megatron", "rezero"]
-    assert all(r["ok"] for r in rows)
-    assert cli.main(["compare", "--schemes", "megatron,rezero", *TINY, "--quick"]) == 0
+def test_the_command_compares(capsys, tmp_path):
+    assert cli.main(["compare", "--schemes", "megatron,rezero", *TINY, "--quick", "--report", str(tmp_path)]) == 0
     assert "worst |z|" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "report.json").read_text())["schemes"]
+    assert [r["scheme"] for r in rows] == ["megatron", "rezero"]
+    assert not any(c["ok"] is False for r in rows for c in r["checks"])
 
 
 def test_wrong_input_is_one_line(capsys, tmp_path):
