@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-
 import jax
 
 from benchmarks import steps, train
@@ -58,19 +56,22 @@ def place(source: str) -> str:
 
 
 def traced(running: steps.Running, count: int) -> dict[str, float]:
-    """Instruction -> seconds in one step, the mean of so many."""
-    seconds: dict[str, float] = defaultdict(float)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(count):
+    """Instruction -> seconds in a step, the median of so many: what was interrupted does not count."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(count):
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
                 running()
-        (file,) = Path(folder).glob("**/*.xplane.pb")
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            for line in plane.lines:
-                for event in line.events:
-                    if op := dict(event.stats).get("hlo_op"):
-                        seconds[op] += event.duration_ns / 1e9 / count
-    return seconds
+            (file,) = Path(folder).glob("**/*.xplane.pb")
+            once: dict[str, float] = defaultdict(float)
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+                for line in plane.lines:
+                    for event in line.events:
+                        if op := dict(event.stats).get("hlo_op"):
+                            once[op] += event.duration_ns / 1e9
+        for op, s in once.items():
+            seconds[op].append(s)
+    return {op: statistics.median(kept) for op, kept in seconds.items()}
 
 
 def summed(seconds: Mapping[str, float], known: Mapping[str, tuple[str, str]]) -> dict[str, Costs]:
@@ -85,6 +86,7 @@ def summed(seconds: Mapping[str, float], known: Mapping[str, tuple[str, str]]) -
 
 def run(rounds: int, sizes: dict[str, Any] = train.SIZES) -> Race:
     """ms of one core in a step."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     config = steps.config(**sizes, model__scan="false")
     tokens = sizes["batch"] * sizes["seq"]
@@ -95,18 +97,31 @@ def run(rounds: int, sizes: dict[str, Any] = train.SIZES) -> Race:
     share = race.ratio(train.LIMIT, "step")
     total = 1e3 * race.median("step")
     race.samples.clear()
-    for _ in range(rounds):
-        for name, row in summed(traced(running, 1), known).items():
-            race.add(name, row)
-    seen = sum(race.median(name, m) for name, kept in race.samples.items() for m in kept)
-    rate = statistics.median(costs(limit)["cpu_s"] for _ in range(rounds))
-    gflop = flops / 1e9
+    seconds = {op: s for op, s in traced(running, rounds).items() if known.get(op, ("",))[0] not in CALLERS}
+    for name, row in summed(seconds, known).items():
+        race.add(name, row)
+    seen = sum(seconds.values())
+    rate, gflop = statistics.median(costs(limit)["cpu_s"] for _ in range(rounds)), flops / 1e9
     race.notes = [
-        f"A step takes {total:.0f} ms of CPU, of which the trace has {seen:.0f}. As matrix products alone its "
-        f"{gflop:.0f} GFLOP take {1e3 * rate:.0f} ms ({gflop / rate:.0f} GFLOP per CPU-second), {share:.0%} of it."
-    ]
-    race.notes += ["The largest operations:"] + [
-        f"- {1e3 * s:.1f} ms: `{op}` ({known.get(op, ('', ''))[0]}) {known.get(op, ('', ''))[1]}"
-        for op, s in sorted(traced(running, 3).items(), key=lambda item: -item[1])[:12]
+        f"A step takes {total:.0f} ms of CPU, of which the trace has {1e3 * seen:.0f}. As matrix products alone its "
+        f"{gflop:.0f} GFLOP take {1e3 * rate:.0f} ms ({gflop / rate:.0f} GFLOP per CPU-second), {share:.0%} of it.",
+        "",
+        "The largest groups of operations, over all layers:",
+        "",
+        *(f"- {1e3 * s:.0f} ms, {n} of `{source}`" for source, (n, s) in largest(seconds, known, 14)),
     ]
     return race
+
+
+def largest(
+    seconds: Mapping[str, float], known: Mapping[str, tuple[str, str]], count: int
+) -> list[tuple[str, tuple[int, float]]]:
+    """Operations of all layers that were traced from one place: how many, and their seconds."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for op, s in seconds.items():
+        opcode, source = known.get(op, ("", ""))
+        short = re.sub(
+            r"jit\(step\)/(while/body/closed_call/)?|layers_\d+/|(attn|mlp)_residual/(?=attention|mlp)", "", source
+        )
+        groups[f"{opcode}: {short}"].append(s)
+    return sorted(((k, (len(v), sum(v))) for k, v in groups.items()), key=lambda x: -x[1][1])[:count]

@@ -9,6 +9,12 @@ import os
 import time
 from typing import Any
 
+import jax
+
+from benchmarks import steps
+from benchmarks.harness import Costs, Race
+from deepinit.train.collectives import listed, moved
+
 MODES = {
     "one device": {},
     "data 8": {"mesh__data": 8},
@@ -17,17 +23,11 @@ MODES = {
     "data 2 x fsdp 2 x tensor 2": {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2},
 }
 SIZES = {"layers": 8, "d": 256, "heads": 8, "seq": 64, "batch": 16}
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-
-import jax  # noqa: E402
-
-from benchmarks import steps  # noqa: E402
-from benchmarks.harness import Costs, Race  # noqa: E402
-from deepinit.train.collectives import listed, moved  # noqa: E402
 
 
 def run(rounds: int, sizes: dict[str, Any] = SIZES) -> Race:
     """Steps per CPU-second; CPU-seconds to the compiled step, and the largest array that is moved, in entries."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     if jax.device_count() < 8:
         raise SystemExit(f"eight devices are needed, there are {jax.device_count()}")
     runs: dict[str, Any] = {}

@@ -123,8 +123,8 @@ def run(rounds: int, nanodo: str = "", depths: tuple[int, int, int] = (12, 48, 1
     if nanodo:
         sizes = json.dumps({"layers": middle, **SIZES})
         cases[other] = lambda: Costs(child("-m", "benchmarks.with_nanodo", "start", sizes, env={"PYTHONPATH": nanodo}))
-    first, again = commands(deep)
-    cases |= {f"deepinit train, L = {deep}": first, "- the same, second start": again}
+    first, again = commands(middle)
+    cases |= {f"deepinit train, L = {middle}": first, "- the same, second start": again}
     race = Race("CPU-seconds to the first step, d = 64", "", 0, cases).run(rounds, warm=0)
     compiles = "trace_and_compile"
     race.target(

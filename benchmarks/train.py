@@ -43,7 +43,8 @@ def run(rounds: int, torch: str = "", nanodo: str = "", sizes: dict[str, int] = 
     cases: dict[str, Any] = {LIMIT: products(flops, tokens, sizes["d"])}
     cases |= {name: steps.Running(steps.config(**sizes, **more)) for name, more in OURS.items()}
     if torch:
-        cases |= Rival("benchmarks.with_torch", "train", json.dumps(sizes), python=torch).cases
+        passive = {"OMP_WAIT_POLICY": "passive"}  # else threads that wait count as work
+        cases |= Rival("benchmarks.with_torch", "train", json.dumps(sizes), python=torch, env=passive).cases
     if nanodo:
         cases |= Rival("benchmarks.with_nanodo", "train", json.dumps(sizes), env={"PYTHONPATH": nanodo}).cases
     race = Race("a training step in float32", "tokens", tokens, cases, also={"GFLOP": flops / 1e9}).run(rounds)
