@@ -26,13 +26,15 @@ class Laps:
     def __call__(self, name: str) -> None:
         """What has passed since the last part is this one."""
         now = time.process_time()
+        if name != "second_step":
+            self.peak = peak_bytes()
         self.parts[name], self.last = now - self.last, now
 
     def costs(self) -> dict[str, float]:
         """In all, the compiler's share, and the peak of memory."""
         compiles = sum(self.parts[k] for k in COMPILES)
         first = sum(v for k, v in self.parts.items() if k != "second_step")
-        return {"cpu_s": first, "trace_and_compile": compiles, **self.parts, "peak_GB": peak_bytes() / 1e9}
+        return {"cpu_s": first, "trace_and_compile": compiles, **self.parts, "peak_GB": self.peak / 1e9}
 
 
 def first_step(layers: int, scan: bool = True, stock: bool = False, cache: str = "") -> dict[str, float]:
