@@ -25,6 +25,7 @@ from deepinit.geometry import VECTORS, Role
 from deepinit.laws import Normal
 from deepinit.nn import Decoder
 from deepinit.recipe import FrozenMap, Laws, Recipe
+from deepinit.report.pages import table
 from deepinit.signal import growth
 from deepinit.signal.probe import pushforward
 
@@ -152,14 +153,14 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The table: rule and measurement side by side."""
-    lines = ["| scheme, group | SGD: rule | measured | Adam: rule | measured |", "|---|---|---|---|---|"]
+    lines = []
     for scheme, group in dict.fromkeys((r["scheme"], r["group"]) for r in rows):
         cells = []
         for optimizer in ("sgd", "adam"):
             own = [r for r in rows if (r["scheme"], r["group"], r["optimizer"]) == (scheme, group, optimizer)]
             cells += [f"{own[0]['rule']:+.2f}", f"{own[0]['measured']:+.2f}"] if own else ["-", "-"]
-        lines.append(f"| {scheme}, {group.replace('_', ' ')} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([f"{scheme}, {group.replace('_', ' ')}", *cells])
+    return table(("scheme, group", "SGD: rule", "measured", "Adam: rule", "measured"), lines)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from deepinit import Geometry, laws, replays
 from deepinit.interop import trees
 from deepinit.invariants import Row, Verdict, inspect
 from deepinit.recipe import Recipe
+from deepinit.report.pages import table
 from deepinit.schemes import registry
 from deepinit.views import View
 
@@ -237,9 +238,9 @@ KINDS: dict[str, tuple[Callable[[Geometry, str], dict[str, Any]], Any]] = {
 
 def healthy(kind: str, scheme: str, g: Geometry, seed: int) -> tuple[dict[str, np.ndarray], Recipe]:
     """A tree of one kind with a scheme's values."""
-    make, table = KINDS[kind]
+    make, names = KINDS[kind]
     recipe = deepinit.recipe(scheme, g)
-    return made.healthy(make(g, scheme), recipe, seed, table), recipe
+    return made.healthy(make(g, scheme), recipe, seed, names), recipe
 
 
 def planted(params: dict[str, np.ndarray], recipe: Recipe, kind: str, plant: Plant) -> tuple[dict[str, Any], set[str]]:
@@ -371,14 +372,14 @@ def page(outcomes: Sequence[Outcome], count: int, accused: Sequence[str]) -> str
         f"that speaks of this fault. {count} healthy trees of all registered schemes (4 layers of width 64), each "
         f"scheme with several seeds: {len(accused)} accused.",
         "",
-        "| fault | role | " + " | ".join(kinds) + " | what was said first |",
-        "|---|---|" + "---|" * (len(kinds) + 1),
     ]
     roles = {plant.name: plant.role for plant in PLANTS} | {name: role for name, role, _ in COPIES}
+    rows = []
     for name in names:
         own = {o.kind: o for o in outcomes if o.name == name}
-        tests = " | ".join(own[k].test if own[k].found else "MISSED" for k in kinds)
-        lines.append(f"| {name} | {roles[name]} | {tests} | {own[kinds[0]].said.replace('|', chr(92) + '|')} |")
+        tests = [own[k].test if own[k].found else "MISSED" for k in kinds]
+        rows.append([name, roles[name], *tests, own[kinds[0]].said])
+    lines.append(table(("fault", "role", *kinds, "what was said first"), rows))
     return "\n".join([*lines, "", *(f"- accused: {a}" for a in accused)]).rstrip() + "\n"
 
 

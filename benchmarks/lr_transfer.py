@@ -21,6 +21,7 @@ import numpy as np
 
 import deepinit
 from deepinit.nn import Decoder
+from deepinit.report.pages import table
 from deepinit.train import data, optimizer, step
 from deepinit.train.config import Config, load
 
@@ -143,8 +144,7 @@ def page(found: Losses) -> str:
             cells = [f"{mean(losses[r]):.3f}" if math.isfinite(mean(losses[r])) else "diverged" for r in rates]
             rows.append([str(width), *(f"**{c}**" if r == top else c for r, c in zip(rates, cells))])
         heads = ["width", *(f"2^{round(math.log2(r))}" for r in rates)]
-        lines = [heads, ["---"] * len(heads), *rows]
-        parts.append(f"## {names[scheme]}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
+        parts.append(f"## {names[scheme]}\n\n{table(heads, rows)}")
         edge = [w for w, losses in by_width.items() if best(losses) in (rates[0], rates[-1])]
         steps = round(moves(by_width))
         unit = "grid step" if abs(steps) == 1 else "grid steps"

@@ -27,6 +27,7 @@ from deepinit import Geometry, initializers, roles, sharded_init
 from deepinit.errors import ConfigError
 from deepinit.nn import Decoder
 from deepinit.recipe import Recipe
+from deepinit.report.pages import table
 from deepinit.signal import checks
 from deepinit.signal.predict import Prediction, predict
 from deepinit.train import data
@@ -226,8 +227,7 @@ def summary(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The table as Markdown."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    return "\n".join([*lines, *("| " + " | ".join(r) + " |" for r in summary(rows))])
+    return table(COLUMNS, summary(rows))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import jax
 
 from benchmarks import steps
 from benchmarks.harness import Costs, Race
-from deepinit.train.collectives import listed, moved
+from deepinit.collectives import listed, moved
 
 MODES = {
     "one device": {},

@@ -30,6 +30,30 @@ class Laps:
             self.peak = peak_bytes()
         self.parts[name], self.last = now - self.last, now
 
+    def through(self, init: Any, key: Any, ready: Any, step: Any) -> dict[str, float]:
+        """Init, the first step and one more, nothing compiled before; the costs. `ready` makes (state, batch) of the
+        parameters, `step()` the jitted step.
+        """
+        import jax
+
+        lowered = init.lower(key)
+        self("init_trace")
+        init = lowered.compile()
+        self("init_compile")
+        params = jax.block_until_ready(init(key))
+        self("init")
+        state, batch = ready(params)
+        self("optimizer")
+        lowered = step().lower(state, batch)
+        self("step_trace")
+        compiled = lowered.compile()
+        self("step_compile")
+        state, _ = jax.block_until_ready(compiled(state, batch))
+        self("first_step")
+        jax.block_until_ready(compiled(state, batch))
+        self("second_step")
+        return self.costs()
+
     def costs(self) -> dict[str, float]:
         """In all, the compiler's share, and the peak of memory."""
         compiles = sum(self.parts[k] for k in COMPILES)
@@ -57,25 +81,11 @@ def first_step(layers: int, scan: bool = True, stock: bool = False, cache: str =
             init = jax.jit(lambda key: roles.unboxed(parts.model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]))
         else:
             init, key = parts.init()
-        lowered = init.lower(key)
-        laps("init_trace")
-        init = lowered.compile()
-        laps("init_compile")
-        params = jax.block_until_ready(init(key))
-        if stock:
-            params = jax.device_put(params, parts.layout)
-        laps("init")
-        state, batch = parts.state(params), parts.batch()
-        laps("optimizer")
-        lowered = parts.step().lower(state, batch)
-        laps("step_trace")
-        step = lowered.compile()
-        laps("step_compile")
-        state, _ = jax.block_until_ready(step(state, batch))
-        laps("first_step")
-        jax.block_until_ready(step(state, batch))
-        laps("second_step")
-    return laps.costs()
+
+        def ready(params: Any) -> Any:
+            return parts.state(jax.device_put(params, parts.layout) if stock else params), parts.batch()
+
+        return laps.through(init, key, ready, parts.step)
 
 
 def command(layers: int, run_dir: str) -> dict[str, float]:

@@ -49,24 +49,7 @@ def start(**sizes: int) -> dict[str, float]:
     from benchmarks.start import Laps
 
     init, key, step, tx, batch = made(**sizes)
-    laps = Laps()
-    lowered = init.lower(key)
-    laps("init_trace")
-    init = lowered.compile()
-    laps("init_compile")
-    params = jax.block_until_ready(init(key))
-    laps("init")
-    state = params, jax.jit(tx.init)(params)
-    laps("optimizer")
-    lowered = step.lower(state, batch)
-    laps("step_trace")
-    step = lowered.compile()
-    laps("step_compile")
-    state, _ = jax.block_until_ready(step(state, batch))
-    laps("first_step")
-    jax.block_until_ready(step(state, batch))
-    laps("second_step")
-    return laps.costs()
+    return Laps().through(init, key, lambda params: ((params, jax.jit(tx.init)(params)), batch), lambda: step)
 
 
 def train(**sizes: int) -> None:

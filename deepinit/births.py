@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from deepinit import digests, roles, sharded_init, sharding
+from deepinit.collectives import moved
+from deepinit.errors import ConfigError
 from deepinit.geometry import VECTORS
 from deepinit.recipe import Recipe
 from deepinit.sharded_init import abstract_params, init_sharded
 
-COLLECTIVES = re.compile(r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)")
 SHARE = 0.01
 """Temporaries that a compiled init may take, as a share of the shards."""
 
@@ -118,7 +118,7 @@ def compiled(where: str, model: Any, recipe: Recipe, mesh: Mesh, seed: int) -> I
     shapes, layout = roles.unboxed(boxed), sharding.param_shardings(boxed, mesh)
     draw, keys = sharded_init.plan(model, shapes, seed, sharded_init.pairs(recipe))
     program = jax.jit(draw, out_shardings=layout).lower(keys).compile()
-    found = sorted(set(COLLECTIVES.findall(program.as_text() or "")))
+    found = sorted({kind for kind, _ in moved(program.as_text() or "")})
     yield Fact(f"collectives on {where}", not found, ", ".join(found) or "none")
     memory = program.memory_analysis()
     if memory is not None:
@@ -137,7 +137,7 @@ def prefix(model: Any, recipe: Recipe, params: Any, seed: int) -> Fact:
     small = recipe.geometry.replace(num_layers=half)
     try:
         shallow = registry.recipe(recipe.name, small, norm=recipe.residual.norm, **recipe.args)
-    except Exception:  # a recipe that was made by hand, or changed by role
+    except ConfigError:  # a recipe that was made by hand, or changed by role
         shallow = dataclasses.replace(recipe, geometry=small)
     if shallow.requires.get("norm_offset") != recipe.requires.get("norm_offset"):
         shallow = shallow.with_norm_offset()

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinit import roles
 from deepinit.deviations import std_deviation
@@ -109,9 +110,10 @@ def run(model: Any, recipe: Recipe, params: Any) -> Pass:
     order = np.random.default_rng(0).permutation(g.vocab_size)
     tokens = np.resize(order, (batch, time)).astype(np.int32)
     targets = np.resize(order[::-1], (batch, time)).astype(np.int32)
-    numbers = compiled(model.clone(scan=True, dropout=0.0), g.num_layers)
+    tree = nested(params)
+    numbers = compiled(model.clone(scan=True, dropout=0.0), g.num_layers, layout(tree))
     with jax.numpy_dtype_promotion("standard"):  # jax's own backward pass of attention mixes bfloat16 with float32
-        got = jax.device_get(numbers(nested(params), tokens, targets))
+        got = jax.device_get(numbers(tree, tokens, targets))
     stats = {roles.joined(path): np.asarray(x) for path, x in roles.flat(got["stats"])}
     return Pass(
         recipe=recipe,
@@ -140,10 +142,28 @@ def nested(params: Any) -> Any:
     return out
 
 
+def layout(params: Any) -> tuple[tuple[str, NamedSharding], ...]:
+    """Path -> how a leaf of the scanned stack lies on the mesh, as its layers do."""
+    found = {}
+    for path, x in trees.flat(params):
+        first, _, rest = path.partition("/")
+        if isinstance(own := getattr(x, "sharding", None), NamedSharding):
+            if first == f"{roles.STACK}_0":
+                found[f"{roles.STACK}/{rest}"] = NamedSharding(own.mesh, PartitionSpec(None, *own.spec))
+            elif not first.startswith(f"{roles.STACK}_"):
+                found[path] = own
+    return tuple(found.items())
+
+
 @functools.cache
-def compiled(model: Any, num_layers: int) -> Any:
+def compiled(model: Any, num_layers: int, layout: tuple[tuple[str, NamedSharding], ...] = ()) -> Any:
     """(params, tokens, targets) -> the numbers of a pass, all small."""
-    g = model.geometry
+    g, shards = model.geometry, dict(layout)
+
+    def held(path: Any, grad: jax.Array) -> jax.Array:
+        """A gradient in the shards of its leaf: else every device would hold all of it."""
+        own = shards.get(roles.joined(roles.names(path)))
+        return grad if own is None else jax.lax.with_sharding_constraint(grad, own)
 
     def scanned(params: Any) -> Any:
         if f"{roles.STACK}_0" not in params:
@@ -171,6 +191,7 @@ def compiled(model: Any, num_layers: int) -> Any:
     def numbers(params: Any, tokens: jax.Array, targets: jax.Array) -> Any:
         params = scanned(params)
         (value, facts), grads = jax.value_and_grad(loss, has_aux=True)(params, tokens, targets)
+        grads = jax.tree.map_with_path(held, grads)
         used = jnp.zeros((model.vocab_padded,), bool).at[tokens].set(True)
         real = jnp.arange(model.vocab_padded) < g.vocab_size
         table = jnp.any(grads["token_embed"] != 0, 1)

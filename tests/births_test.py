@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import deepinit
 from deepinit import births, forecasts, initializers
+from deepinit.collectives import moved
 from deepinit.nn import Decoder
 from tests.models import SMALL, born, mesh_of, recipe_of, refused
 
@@ -98,7 +99,7 @@ def test_a_huge_kernel_is_forecast_and_compiled_without_it():  # case B48
     memory = program.memory_analysis()
     assert memory.output_size_in_bytes == 32768 * 8192 * 4 // 8
     assert memory.temp_size_in_bytes < 0.01 * memory.output_size_in_bytes
-    assert not births.COLLECTIVES.findall(program.as_text())
+    assert not moved(program.as_text())
 
 
 def test_the_program_of_an_init_does_not_grow_with_depth():  # case B49

@@ -82,7 +82,7 @@ def test_checking_needs_no_jax(tmp_path):
 @pytest.mark.parametrize("form", ["orbax", "safetensors"])
 def test_an_artefact_is_written_audited_and_compared(tmp_path, capsys, form):
     if form == "safetensors":
-        pytest.importorskip("safetensors")
+        pytest.importorskip("safetensors", reason="of the extra hf")
     out = tmp_path / "born"
     assert cli.main(["init", *SMALL_RUN, "--out", str(out), "--format", form]) == 0
     said = capsys.readouterr().out

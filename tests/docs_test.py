@@ -21,9 +21,9 @@ EXAMPLES = examples(PAGE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("number", range(3), ids=["Linen", "NNX", "safetensors"])
-@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated")
+@pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated")  # the reader may have it still
 def test_an_example_runs(number, tmp_path, monkeypatch):
-    pytest.importorskip("safetensors")
+    pytest.importorskip("safetensors", reason="of the extra hf")
     monkeypatch.chdir(tmp_path)
     assert len(EXAMPLES) == 3
     names = {}

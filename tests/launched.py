@@ -62,6 +62,17 @@ def local(home, run, more="", launch="", devices=4):
     return start([ROOT / "scripts/launch_local.sh", 2, *launch.split(), *flags(home, run, more)], devices)
 
 
+def one_of_two(index, address, home, run, *more, devices=4):
+    """Process `index` of two that are started by hand, with the coordinator at this address."""
+    place = ["--coordinator", address, "--processes", 2, "--process", index]
+    return start([ROOT / ".venv/bin/deepinit", "train", *place, *flags(home, run), *more], devices)
+
+
+def address():
+    """A free one, for a coordinator."""
+    return f"127.0.0.1:{free_port()}"
+
+
 def finish(process, timeout=1200):
     """(exit status, what was said)."""
     try:

@@ -16,7 +16,7 @@ from deepinit.laws import Normal
 from deepinit.nn import Decoder
 from deepinit.recipe import FrozenMap, Laws
 from deepinit.schemes.mixing import overridden
-from tests.models import SMALL, loss_of, tokens
+from tests.models import SMALL, loss_of, mesh_of, tokens
 
 TIED = dataclasses.replace(SMALL, tied_embeddings=True)
 
@@ -38,6 +38,25 @@ def changed(params, path, f):
         return f(x) if deepinit.roles.joined(deepinit.roles.names(where)) == path else x
 
     return jax.tree.map_with_path(at, params)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_no_device_holds_the_whole_gradient(scan):
+    g = SMALL.replace(num_layers=8, d_model=128, d_ff=1024)
+    recipe, mesh = deepinit.recipe("megatron", g), mesh_of((1, 8, 1))
+    model = Decoder.from_recipe(recipe, scan=scan)
+    with jax.set_mesh(mesh):
+        params = structure.nested(deepinit.init_sharded(model, recipe, mesh))
+        batch = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+
+        def temporaries(layout):
+            run = structure.compiled(model.clone(scan=True), g.num_layers, layout)
+            return run.lower(params, batch, batch).compile().memory_analysis().temp_size_in_bytes
+
+        layers = [x for path, x in structure.layout(params) if path.startswith("layers/")]
+        assert layers
+        assert all(x.spec[0] is None for x in layers)  # the axis of the layers is not split
+        assert temporaries(structure.layout(params)) < 0.6 * temporaries(())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from scipy.special import stdtr, stdtrit
 from deepinit import roles, sharded_init
 from deepinit.geometry import Role
 from deepinit.nn import Decoder
-from deepinit.nn.stats import COLLECTION, STREAM
+from deepinit.nn.losses import cross_entropy
+from deepinit.nn.stats import COLLECTION, STREAM, mean_square
 from deepinit.recipe import Recipe
 from deepinit.signal.grid import Grid
 from deepinit.signal.probe import key, layered, pushforward
@@ -175,7 +176,7 @@ def mean_loss(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
     """Cross-entropy of (7 token + 3) mod V."""
     targets = (7 * tokens + 3) % model.geometry.vocab_size
     logits = model.apply({"params": params}, tokens)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    return cross_entropy(logits, targets).mean()
 
 
 def observe(model: Any, params: Any, inputs: jax.Array) -> dict[str, jax.Array]:
@@ -207,7 +208,7 @@ def sizes_of(seen: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 def rms(x: jax.Array) -> jax.Array:
     """Root of the mean square."""
-    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+    return jnp.sqrt(mean_square(x))
 
 
 def transformation(grid: Grid, recipe: Recipe, params: Any) -> optax.GradientTransformation:

@@ -18,7 +18,7 @@ from deepinit import calibration, layout
 from deepinit.errors import ConfigError, unknown
 from deepinit.geometry import Geometry
 from deepinit.recipe import FrozenMap, Recipe
-from deepinit.train import data, loader, metrics
+from deepinit.train import loader, metrics, sources, tokenizers
 
 Dtype = Literal["float32", "bfloat16"]
 BITS = {"float32": 32, "bfloat16": 16}
@@ -414,10 +414,10 @@ class Config:
         for name, weight in d.mixture.items():
             if not isinstance(weight, int | float) or not 0 < weight < INF:
                 raise ConfigError(f"data.mixture.{name}: {weight!r} is not a weight above 0")
-        paths = data.sources.find(tuple(d.mixture), "data.mixture") if d.mixture else data.find(d.files)
-        if paths and all(data.sources.holds_tokens(path) for path in paths):
+        paths = sources.find(tuple(d.mixture), "data.mixture") if d.mixture else sources.find(d.files)
+        if paths and all(sources.holds_tokens(path) for path in paths):
             return  # every window is looked at when it is read
-        need = data.load_tokenizer(d.tokenizer).vocab_size
+        need = tokenizers.load(d.tokenizer).vocab_size
         if self.model.vocab_size < need:
             what = "bytes" if d.tokenizer == "bytes" else f"data.tokenizer {d.tokenizer}"
             raise ConfigError(f"model.vocab_size: {self.model.vocab_size} is too small for {what}; at least {need}")

@@ -56,9 +56,9 @@ class Text:
 
 
 class Joined:
-    """Files of tokens as one array; nothing is read until a piece is asked for."""
+    """Files of tokens, or the texts of a mixture, as one array; nothing is read until a piece is asked for."""
 
-    def __init__(self, files: Sequence[sources.Tokens]):
+    def __init__(self, files: Sequence[Any]):
         self.files = files
         self.starts = np.cumsum([0, *(len(f.tokens) for f in files)])
 
@@ -94,7 +94,7 @@ def read(
     Raises:
       ConfigError: a file is missing or damaged, or files of text and of tokens are mixed.
     """
-    paths = find(files)
+    paths = sources.find(files)
     kinds = {sources.holds_tokens(path) for path in paths}
     if len(kinds) > 1:
         raise ConfigError(f"data.files: {paths[0]} and others are text and tokens; data.mixture takes both")
@@ -134,16 +134,6 @@ def fingerprint(files: Sequence[sources.Tokens]) -> str:
         for at in np.linspace(0, max(len(f.tokens) - 4096, 0), 64).astype(np.int64):
             h.update(np.asarray(f.tokens[at : at + 4096]).tobytes())
     return h.hexdigest()
-
-
-def find(patterns: tuple[str, ...]) -> list[Path]:
-    """The files that paths, folders and globs name; an error for one that names none."""
-    return sources.find(patterns)
-
-
-def python_text() -> Text:
-    """Python's own documents as bytes."""
-    return Text.of(python())
 
 
 def python() -> list[bytes]:
@@ -346,6 +336,6 @@ def load(
 
 
 def together(texts: Sequence[Text]) -> Text:
-    """What identifies a mixture; its length is that of all."""
+    """The texts of a mixture one after the other, and what identifies it."""
     sha = hashlib.sha256("".join(t.sha256 for t in texts).encode()).hexdigest()
-    return Text(range(sum(len(t.tokens) for t in texts)), sum(t.documents for t in texts), sha)
+    return Text(Joined(texts), sum(t.documents for t in texts), sha)

@@ -60,11 +60,11 @@ def prepare(config: DataConfig, out: Path, console: Console | None = None, stop_
         task = bar.add_task("", total=total, tokens=record["tokens"])
         file.truncate(record["tokens"] * kind.itemsize)
         file.seek(0, os.SEEK_END)
-        number, place = record["at"]
+        number, start = record["at"]
         written, last, seen = 0, time.monotonic(), 0
         before = sum(size for _, size in record["files"][:number])
         for k in range(number, len(paths)):
-            for place, text in sources.documents(paths[k], reading, place if k == number else 0):  # noqa: B020
+            for place, text in sources.documents(paths[k], reading, start):
                 tokens = tokenizer.document(text).astype(kind)
                 file.write(tokens.tobytes())
                 record["tokens"] += len(tokens)
@@ -78,7 +78,7 @@ def prepare(config: DataConfig, out: Path, console: Console | None = None, stop_
                 if seen == stop_after:
                     keep(file, out, record, [k, place], reading)
                     return int(record["tokens"])
-            place = 0
+            start = 0
         record["done"] = True
         keep(file, out, record, [len(paths), 0], reading)
         bar.update(task, completed=total)

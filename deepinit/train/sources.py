@@ -120,13 +120,13 @@ def records(path: Path, reading: Reading, start: int) -> Iterator[tuple[int, byt
     try:
         reader = array_record_module.ArrayRecordReader(str(path))
         count = reader.num_records()
-    except Exception as e:
+    except Exception as e:  # the reader raises what its status is, of no one type
         raise Damaged(path, "its end", f"not a whole ArrayRecord: {' '.join(str(e).split())[:200]}") from None
     for i in range(start, count):
         try:
             (record,) = reader.read([i])
             record.decode()
-        except Exception as e:
+        except Exception as e:  # as above, or not UTF-8
             reading.damaged(path, f"record {i}", " ".join(str(e).split())[:200])
         else:
             yield i + 1, record

@@ -47,7 +47,7 @@ def load(name: str) -> Tokenizer:
             return sentencepiece(path)
     except ImportError as e:
         raise ConfigError(f"data.tokenizer: {name!r} needs the extra: pip install 'deepinit[hf]' ({e})") from None
-    except Exception as e:
+    except Exception as e:  # of no one type: tokenizers raises Exception itself
         raise ConfigError(f"data.tokenizer: {name!r} cannot be read: {' '.join(str(e).split())[:200]}") from None
     raise ConfigError(f"data.tokenizer: {name!r} is neither a tokenizer.json nor a .model; or 'bytes'")
 

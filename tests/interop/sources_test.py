@@ -17,7 +17,7 @@ from tests.interop import layouts
 from tests.interop.layouts import PLAIN
 from tests.models import assert_same, born, refused
 
-pytest.importorskip("safetensors")
+pytest.importorskip("safetensors", reason="of the extra hf")
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import pytest
 from deepinit import audits, cli
 from deepinit.interop import sources, trees
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+torch = pytest.importorskip("torch", reason="never a requirement")
+transformers = pytest.importorskip("transformers", reason="never a requirement")
+pytest.importorskip("safetensors", reason="of the extra hf")
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch and transformers warn of themselves
 
 LAYERS, D, VOCAB = 6, 128, 512
 ROOT = (2 * LAYERS) ** 0.5

@@ -112,7 +112,7 @@ def test_shapes_and_types(counting):
 
 
 def test_pythons_own_text():
-    one, two = data.python_text(), data.read(())
+    one, two = data.Text.of(data.python()), data.read(())
     assert one.sha256 == two.sha256
     assert 2e6 < len(one.tokens) < 1e7
     assert b"import argparse" in one.tokens.tobytes()

@@ -118,12 +118,9 @@ def test_one_process_stands_still(home, undisturbed, monkeypatch):
 
 
 def test_one_process_starts_late(home, undisturbed):
-    address = f"127.0.0.1:{launched.free_port()}"
-    both = []
+    address, both = launched.address(), []
     for i in (0, 1):
-        place = ["--coordinator", address, "--processes", 2, "--process", i]
-        command = [launched.ROOT / ".venv/bin/deepinit", "train", *place, *launched.flags(home, "late", MORE)]
-        both.append(launched.start(command, devices=1))
+        both.append(launched.one_of_two(i, address, home, "late", *MORE.split(), devices=1))
         time.sleep(10)
     for process in both:
         status, said = launched.finish(process)
@@ -133,8 +130,7 @@ def test_one_process_starts_late(home, undisturbed):
 
 # case B79
 def test_the_coordinator_is_absent(home):
-    place = ["--coordinator", f"127.0.0.1:{launched.free_port()}", "--processes", 2, "--process", 1]
-    command = [launched.ROOT / ".venv/bin/deepinit", "train", *place, "--start-timeout", 5]
-    status, said = launched.finish(launched.start([*command, *launched.flags(home, "absent")]))
+    alone = launched.one_of_two(1, launched.address(), home, "absent", "--start-timeout", 5)
+    status, said = launched.finish(alone)
     assert status == 75
     assert "process 0 of 2 was not at 127.0.0.1" in said

@@ -74,13 +74,8 @@ def test_slurm(home, alone):
 
 # case B50
 def test_another_seed_on_one_process_stops_both_before_the_init(home):
-    address = f"127.0.0.1:{launched.free_port()}"
-    both = []
-    for i in (0, 1):
-        place = ["--coordinator", address, "--processes", 2, "--process", i]
-        command = [launched.ROOT / ".venv/bin/deepinit", "train", *place, *launched.flags(home, "seeds")]
-        both.append(launched.start([*command, "--train.seed", i]))
-    for process in both:
+    address = launched.address()
+    for process in [launched.one_of_two(i, address, home, "seeds", "--train.seed", i) for i in (0, 1)]:
         status, said = launched.finish(process)
         assert status == 2
         assert "train.seed: process 0 has 0, process 1 on" in said
@@ -89,9 +84,8 @@ def test_another_seed_on_one_process_stops_both_before_the_init(home):
 
 # case B79
 def test_a_process_that_does_not_come_is_named_in_time(home):
-    place = ["--coordinator", f"127.0.0.1:{launched.free_port()}", "--processes", 2, "--process", 0]
-    command = [launched.ROOT / ".venv/bin/deepinit", "train", *place, "--start-timeout", 20]
-    status, said = launched.finish(launched.start([*command, *launched.flags(home, "absent")]))
+    alone = launched.one_of_two(0, launched.address(), home, "absent", "--start-timeout", 20)
+    status, said = launched.finish(alone)
     assert status == 75
     assert "process 1 of 2 did not come" in said
     assert "within 20 s" in said

@@ -8,6 +8,7 @@ import pytest
 from array_record.python import array_record_module
 
 from deepinit.errors import ConfigError
+from deepinit.signal.watch import unigram_entropy
 from deepinit.train import data, prepare, sources, tokenizers
 from deepinit.train.config import DataConfig, load
 
@@ -179,6 +180,7 @@ def test_a_mixture_takes_its_shares(tmp_path):
     ids = np.concatenate([b["id"] for b in batches])
     assert len(set(ids.tolist())) == 200
     assert {int(i) >> 48 for i in ids} == {0, 1}
+    assert unigram_entropy(loaded.text.tokens) == pytest.approx(np.log(2))  # of the tokens of both, as many of each
 
 
 def test_text_and_tokens_are_not_mixed_in_silence(tmp_path):
@@ -194,7 +196,7 @@ def test_text_and_tokens_are_not_mixed_in_silence(tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A tokenizer.json trained here on our documents."""
-    t = pytest.importorskip("tokenizers")
+    t = pytest.importorskip("tokenizers", reason="of the extra hf")
     made = t.Tokenizer(t.models.BPE(unk_token=None))
     made.pre_tokenizer = t.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = t.decoders.ByteLevel()
@@ -221,7 +223,7 @@ def test_a_hugging_face_tokenizer(trained):
 
 
 def test_a_sentencepiece_tokenizer(tmp_path):
-    sp = pytest.importorskip("sentencepiece")
+    sp = pytest.importorskip("sentencepiece", reason="of the extra hf")
     (tmp_path / "text").write_bytes(b"\n".join(DOCUMENTS))
     prefix = str(tmp_path / "m")
     sp.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=prefix, vocab_size=40, minloglevel=2)

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinit import roles, sharding
+from deepinit.collectives import listed, moved
 from deepinit.nn import Decoder
 from deepinit.sharded_init import abstract_params, init_sharded
 from deepinit.train import optimizer, step
-from deepinit.train.collectives import listed, moved
 from deepinit.train.config import load
 
 LAYERS, D, HEADS, HEAD, F, V, B, T = 4, 64, 8, 8, 192, 512, 16, 32
