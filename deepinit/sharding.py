@@ -36,6 +36,15 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 FSDP = tuple(name for name, rule in RULES.items() if rule == "fsdp")
 
 
+def unrolled() -> bool:
+    """Whether loops with collectives must be laid out turn by turn: where CPUs of several processes work together.
+
+    XLA's CPU runtime starts what follows a loop before the loop has ended, and Gloo pairs collectives by their order
+    alone: with some in a loop and some after it, processes exchange the wrong ones, which ends them or spoils sums.
+    """
+    return jax.default_backend() == "cpu" and jax.process_count() > 1
+
+
 def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with axes data, fsdp, tensor, sequence and expert over the first devices; one size may be -1, the rest.
 

@@ -102,6 +102,20 @@ def test_accumulated_gradients_stay_in_their_shards():
     assert not [line for line in loops if whole in line]
 
 
+# beside a loop with collectives, XLA's CPU runtime may start another, in another order on every process
+@pytest.mark.parametrize("more", ["", "--model.remat full --model.loss-chunks 2 --train.accumulate 2"])
+def test_processes_of_cpus_have_no_collective_in_a_loop(monkeypatch, more):
+    def outside(text):
+        return moved(text.partition("\nENTRY ")[2])
+
+    flags = f"--mesh.data 2 --mesh.fsdp 4 {more}"
+    text = compiled(flags)
+    assert outside(text) != moved(text)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    text = compiled(flags)
+    assert outside(text) == moved(text) != Counter()
+
+
 @pytest.mark.parametrize("mesh", ["--mesh.sequence 4 --mesh.tensor 2", "--mesh.data 2 --mesh.sequence 4"])
 def test_a_split_sequence_changes_no_loss(mesh):
     config = load([], f"{SIZES} {mesh}".split())

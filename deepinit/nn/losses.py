@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepinit.nn.product import product
-from deepinit.sharding import constrain
+from deepinit.sharding import constrain, unrolled
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ def chunked(head: Head, parts: int, weights: Any, x_BTD: jax.Array, targets_BT: 
     def one(total: jax.Array, piece: Any) -> tuple[jax.Array, None]:
         return total + part_loss(head, weights, *piece), None
 
-    return jax.lax.scan(one, jnp.zeros(()), split(parts, (x_BTD, targets_BT, share_BT)))[0]
+    return jax.lax.scan(one, jnp.zeros(()), split(parts, (x_BTD, targets_BT, share_BT)), unroll=unrolled())[0]
 
 
 def part_loss(head: Head, weights: Any, x: jax.Array, targets: jax.Array, share: jax.Array) -> jax.Array:
@@ -90,7 +90,8 @@ def forward(head: Head, parts: int, weights: Any, x_BTD: jax.Array, targets_BT: 
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (loss, dweights)), dx
 
     zero = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-    (loss, dweights), dx = jax.lax.scan(one, (jnp.zeros(()), zero), split(parts, (x_BTD, targets_BT, share_BT)))
+    pieces = split(parts, (x_BTD, targets_BT, share_BT))
+    (loss, dweights), dx = jax.lax.scan(one, (jnp.zeros(()), zero), pieces, unroll=unrolled())
     dweights = jax.tree.map(lambda g, w: g.astype(w.dtype), dweights, weights)
     return loss, (dweights, jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape))
 

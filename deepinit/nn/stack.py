@@ -11,6 +11,7 @@ from flax import linen
 from deepinit.nn.block import Block
 from deepinit.nn.part import Part
 from deepinit.roles import STACK
+from deepinit.sharding import unrolled
 
 POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -41,6 +42,7 @@ def run_layers(
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, linen.broadcast, linen.broadcast, 0),
             length=num_layers,
+            unroll=unrolled(),
             metadata_params={linen.PARTITION_NAME: "layers"},
         )
         stream, _ = block(**shared, name=STACK)(stream, jnp.arange(num_layers), mask_BT, x0_BTD, values_LBTF)

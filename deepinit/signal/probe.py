@@ -22,6 +22,7 @@ from deepinit.nn.losses import cross_entropy
 from deepinit.nn.stats import COLLECTION, TAPS
 from deepinit.recipe import Recipe
 from deepinit.roles import STACK, Leaf
+from deepinit.sharding import unrolled
 from deepinit.signal.measured import Measured, RoleSignal
 
 FACTORS = (Role.RESIDUAL_GATE, Role.BRANCH_SCALE)
@@ -173,12 +174,12 @@ def effect_by_role(model: Any, params: Any, step: Any, tokens: jax.Array) -> ByR
 
     push = pushforward(logits, params)
 
-    def one(pick: jax.Array) -> jax.Array:
+    def one(_: None, pick: jax.Array) -> tuple[None, jax.Array]:
         some = jax.tree.unflatten(tree, list(pick))
         moved = push(jax.tree.map(lambda m, u, p: (m * u).astype(p.dtype), some, step, params))
-        return jnp.sqrt(jnp.mean(square(moved)))
+        return None, jnp.sqrt(jnp.mean(square(moved)))
 
-    return dict(zip(names, jax.lax.map(one, jnp.asarray(picks))))
+    return dict(zip(names, jax.lax.scan(one, None, jnp.asarray(picks), unroll=unrolled())[1]))
 
 
 def pushforward(f: Callable[[Any], Any], at: Any) -> Callable[[Any], Any]:

@@ -17,7 +17,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from deepinit.nn.losses import cross_entropy
-from deepinit.sharding import batch_sharding
+from deepinit.sharding import batch_sharding, unrolled
 from deepinit.train import optimizer
 from deepinit.train.data import Reader
 from deepinit.train.optimizer import Schedule
@@ -96,7 +96,7 @@ def gradients(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax
     zero = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     parts = len(batch["tokens"])
     (loss, tokens, grads), _ = jax.lax.scan(
-        part, (jnp.zeros(()), jnp.zeros(()), zero), (jnp.arange(parts), batch), unroll=parts == 1
+        part, (jnp.zeros(()), jnp.zeros(()), zero), (jnp.arange(parts), batch), unroll=parts == 1 or unrolled()
     )
     count = jnp.maximum(tokens, 1)
     return loss / count, tokens, jax.tree.map(lambda g: g / count, grads)
