@@ -31,7 +31,7 @@ from deepinit.signal.probe import pushforward
 
 GEOMETRY = Geometry(num_layers=6, d_model=32, num_heads=2, d_ff=128, vocab_size=96, max_seq_len=32, mlp="relu")
 OPTIONS = {"positions": "none", "norm": "layernorm"}
-DEPTHS, SEEDS, BATCH = growth.DEPTHS, 3, 8
+DEPTHS, SEEDS, BATCH = growth.DEPTHS, 12, 8
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepNorm": ("deepnorm", {}),
     "DeepNorm, rates by depth": ("deepnorm", {"updates": "depth", "base_depth": 6}),
@@ -60,7 +60,8 @@ PROMISED = (
 )
 """Where the rule is held to be within 0.15."""
 GROUPS = {
-    "matrices": lambda role: role in growth.MATRICES,
+    "attention": lambda role: role in growth.MATRICES and role.startswith("attn"),
+    "mlp": lambda role: role in growth.MATRICES and role.startswith("mlp"),
     "norm_gains": lambda role: role == Role.NORM_SCALE,
     "gates": lambda role: role in (Role.RESIDUAL_GATE, Role.BRANCH_SCALE),
     "shifts": lambda role: role == Role.BRANCH_SHIFT,

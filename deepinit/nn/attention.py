@@ -5,13 +5,14 @@ B batch, T time, D model, N heads, K key and value heads, G heads per key head, 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen
 
 from deepinit.geometry import Role
+from deepinit.nn.attend import attend
 from deepinit.nn.norm import Norm, unit
 from deepinit.nn.part import Part
 from deepinit.nn.product import product
@@ -64,15 +65,7 @@ class Attention(Part):
             keep(self, "scores", spread)
             keep(self, "entropy", entropy)
         with jax.numpy_dtype_promotion("standard"):  # jax's own code mixes bfloat16 with float32
-            out = jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
-                mask=None if mask_BT is None else seen(mask_BT),
-                is_causal=True,
-                scale=scale,
-                implementation=fastest(q.dtype, mask_BT),
-            ).astype(self.compute)
+            out = attend(q, k, v, mask_BT, scale, self.attention).astype(self.compute)
         gain_N1 = self.gain("head", layer)
         if gain_N1 is not None:
             out = out * gain_N1
@@ -104,16 +97,3 @@ class Attention(Part):
             biases = [self.weight(f"{r}_bias", (c, h), (axis, "head_dim"), layer) for r, c, axis in heads]
             outs = [y + b for y, b in zip(outs, biases)]
         return outs[0], outs[1], outs[2]
-
-
-def seen(mask_BT: jax.Array) -> jax.Array:
-    """(B, 1, 1 or T, T): the keys that a query may see, causality apart."""
-    if mask_BT.dtype == jnp.bool_:
-        return mask_BT[:, None, None, :]
-    return (mask_BT[:, None, :, None] == mask_BT[:, None, None, :]) & (mask_BT > 0)[:, None, None, :]
-
-
-def fastest(dtype: Any, mask: jax.Array | None) -> Literal["xla", "cudnn"]:
-    """cuDNN's flash attention where it applies (a GPU, half precision, no padding mask); XLA's own elsewhere."""
-    half = dtype in (jnp.bfloat16, jnp.float16)
-    return "cudnn" if half and mask is None and jax.default_backend() == "gpu" else "xla"

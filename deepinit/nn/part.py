@@ -13,6 +13,7 @@ from flax import linen
 from deepinit.errors import ConfigError, unknown
 from deepinit.geometry import Geometry, Role
 from deepinit.laws import Constant
+from deepinit.nn.attend import WAYS
 from deepinit.recipe import FrozenMap, Gate, Residual, end_of
 from deepinit.roles import role_of
 
@@ -24,6 +25,7 @@ CHOICES = {
     "positions": ("rope", "learned", "none"),
     "remat": ("none", "full", "dots"),
     "dispatch": ("sorted", "dense"),
+    "attention": WAYS,
 }
 
 
@@ -67,6 +69,8 @@ class Part(linen.Module):
     """Layers in one `nn.scan`: compile time does not grow with depth."""
     remat: str = "none"
     """`full` keeps nothing of a layer for the backward pass, `dots` its matrix products."""
+    attention: str = "auto"
+    """How: `plain`, in `blocks` (CPU), by `cudnn` (GPU) or `splash` (TPU), or `auto`, the fastest that applies."""
     fused_qkv: bool = False
     """One product for q, k and v. The leaves stay apart, so every law and every checkpoint stays as it is."""
     fused_gate_up: bool = False
@@ -81,7 +85,7 @@ class Part(linen.Module):
     OPTIONS: ClassVar[tuple[str, ...]] = (
         "norm", "norm_offset", "norm_eps", "norm_gain", "embed_norm", "positions", "rope_theta", "bias", "qk_norm",
         "v_norm", "value_embed", "logit_softcap", "experts_per_token", "balance_loss", "dispatch", "dropout", "scan",
-        "remat", "fused_qkv", "fused_gate_up", "vocab_multiple", "loss_chunks", "dtype", "param_dtype",
+        "remat", "attention", "fused_qkv", "fused_gate_up", "vocab_multiple", "loss_chunks", "dtype", "param_dtype",
     )  # fmt: skip
 
     @classmethod

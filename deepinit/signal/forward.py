@@ -20,7 +20,7 @@ from deepinit.recipe import Gate, Recipe
 Array = np.ndarray
 INDIFFERENT = (
     "scan", "remat", "fused_qkv", "fused_gate_up", "vocab_multiple", "loss_chunks", "param_dtype", "sampler", "dtype",
-    "dropout", "deterministic", "norm_gain", "bias", "balance_loss", "dispatch",
+    "dropout", "deterministic", "norm_gain", "bias", "balance_loss", "dispatch", "attention",
 )  # fmt: skip
 """Options of the decoder that leave every variance at step 0 as it is (biases start at 0)."""
 

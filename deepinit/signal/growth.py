@@ -4,7 +4,12 @@ With effect_l the movement of the stream, relative to its size, per unit change 
 step moves the output by sum_l effect_l^2 and an Adam step by sum_l effect_l: L^(1-2a) and L^(1-a) where effect = L^-a.
 Scalar gates meet branches of random sign, so theirs add in quadrature. The rule presumes that a change travels up with
 the stream, |dL/dx_l| ~ 1/|x_l|: it is 0.3 low for Sub-LN under SGD and says nothing of post-norm with skip 1, whose
-tokens collapse. Gains of norms before a branch lie between it and 1/2 less.
+tokens collapse.
+
+Gains inside a branch add both ways. How the d gains of one norm move token t where token t' asks for it is a sum over
+features, sum_j z_j(t) z_j(t') w_j w'_j, with backward weights w of random sign: over draws its squared mean is 1/d of
+its variance, and only the mean is alike in every layer. So total^2 = (sum_l move_l)^2 + d sum_l move_l^2: coherent in
+stacks much deeper than d, in quadrature at the depths and widths of real models.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ DEPTHS = (6, 24, 96)
 LENGTH = 32
 MATRICES = ("attn_v", "attn_out", "mlp_gate", "mlp_up", "mlp_down")
 """Those that the rule speaks of: q and k move the stream through the softmax only."""
+KINDS = {"attn": "attention", "mlp": "mlp"}
+"""The groups of a branch's matrices, which may shrink by different powers (Fixup)."""
 
 
 class Exponents(NamedTuple):
@@ -56,7 +63,8 @@ def at_depths(recipe: Recipe) -> Callable[[int], Recipe]:
 def exponents(
     recipe_at: Callable[[int], Recipe], depths: Sequence[int] = DEPTHS, options: Mapping[str, Any] | None = None
 ) -> dict[str, Exponents]:
-    """Exponents by group: `matrices` together, each matrix role, `norm_gains`, `gates`, `shifts`.
+    """Exponents by group: `matrices` together, those of `attention` and of the `mlp`, each role, `norm_gains`, `gates`,
+    `shifts`.
 
     The recipe's learning-rate factors count. A group that the model does not have is left out.
 
@@ -96,29 +104,45 @@ def step_size(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, tuple[flo
     }
     gains = {role: forward.gain(role)[layers] for role in MATRICES if role != "mlp_gate" or g.gated}
 
-    effects: dict[str, list[tuple[float, np.ndarray]]] = {}  # group -> (learning rate, effect^2 of each addition)
+    parts: dict[str, list[Part]] = {}
 
-    def add(group: str, role: str, effect2: np.ndarray) -> None:
-        effects.setdefault(group, []).append((recipe.updates[role].lr if role in recipe.updates else 1.0, effect2))
+    def add(group: str, role: str, effect2: np.ndarray, coherent: float = 1.0, squares: float = 0.0) -> None:
+        rate = recipe.updates[role].lr if role in recipe.updates else 1.0
+        parts.setdefault(group, []).append(Part(rate, effect2, coherent, squares))
 
     for role, gain in gains.items():
         own = np.divide(branch, gain, out=np.zeros_like(branch), where=gain > 0)
         if role in ("attn_out", "mlp_down"):  # which may be 0, and still have a gradient
             own = np.where(normed, own, factor2 * hidden)
-        for group in ("matrices", role):
-            add(group, role, has[role.partition("_")[0]] * own / stream)
+        kind = role.partition("_")[0]
+        for group in ("matrices", KINDS[kind], role):
+            add(group, role, has[kind] * own / stream)
     if any(a.norm != "none" for a in additions):
         outer = np.array([a.norm == "post" for a in additions])
-        add("norm_gains", Role.NORM_SCALE, np.where(outer, 1.0, branch / stream))
+        add("norm_gains", Role.NORM_SCALE, outer * 1.0)
+        add("norm_gains", Role.NORM_SCALE, ~outer * branch / stream, squares=g.d_model)
+    written = np.where(has["mlp"], gains["mlp_down"], gains["attn_out"])
     if gate := recipe.residual.gate:
-        written = hidden * np.where(has["mlp"], gains["mlp_down"], gains["attn_out"])
         constant2 = np.array([a.constant for a in additions]) ** 2
-        add("gates", gate.role, constant2 * np.where(normed, 1.0, written) / stream)
-    if recipe.residual.shift:
-        add("shifts", Role.BRANCH_SHIFT, 1 / stream)
-    out = {}
-    for group, parts in effects.items():
-        power = 2 if group == "gates" else 1  # whose branches meet with random signs
-        sgd, adam = (sum(float(((lr * e**k) ** power).sum()) for lr, e in parts) ** (1 / power) for k in (1.0, 0.5))
-        out[group] = (sgd, adam)
-    return out
+        add("gates", gate.role, constant2 * np.where(normed, 1.0, hidden * written) / stream, coherent=0, squares=1)
+    if recipe.residual.shift:  # the last one, before the output matrix
+        add("shifts", Role.BRANCH_SHIFT, factor2 * written / stream, coherent=0, squares=1)
+    return {group: (total(own, 1.0), total(own, 0.5)) for group, own in parts.items()}
+
+
+class Part(NamedTuple):
+    """Parameters of one kind, by the addition that they are in."""
+
+    rate: float
+    effect2: np.ndarray
+    coherent: float
+    """Weight of the square of the sum over additions."""
+    squares: float
+    """Weight of the sum of squares."""
+
+
+def total(parts: Sequence[Part], power: float) -> float:
+    """Movement by a step in which an addition moves the output by its effect^2 (SGD, power 1) or effect (Adam, 1/2)."""
+    moves = [p.rate * p.effect2**power for p in parts]
+    sums = sum(p.coherent * float(m.sum()) for p, m in zip(parts, moves))
+    return math.sqrt(sums**2 + sum(p.squares * float((m**2).sum()) for p, m in zip(parts, moves)))

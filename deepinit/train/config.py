@@ -96,6 +96,8 @@ class ModelConfig:
     """Layers in one scan (fast to compile), or unrolled."""
     remat: Literal["none", "full", "dots"] = "none"
     """What the backward pass computes again instead of keeping it."""
+    attention: Literal["auto", "plain", "blocks", "cudnn", "splash"] = "auto"
+    """How attention is computed; auto: in blocks on CPUs, by cuDNN on GPUs, by splash on TPUs, where they apply."""
     fused_qkv: bool = False
     """One matmul for q, k and v."""
     fused_gate_up: bool = False
