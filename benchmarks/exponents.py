@@ -58,14 +58,24 @@ PROMISED = (
     "Depth-muP",
     "CompleteP",
 )
-"""Where the rule is held to be within 0.15."""
+"""Where the rule is held to be within 0.15, for what `held` says."""
+TWO_POWERS = ("Fixup",)
+"""Whose attention and MLP shrink by different powers of the depth, and mix by sizes that no rule of powers knows."""
 GROUPS = {
+    "matrices": lambda role: role in growth.MATRICES,
     "attention": lambda role: role in growth.MATRICES and role.startswith("attn"),
     "mlp": lambda role: role in growth.MATRICES and role.startswith("mlp"),
     "norm_gains": lambda role: role == Role.NORM_SCALE,
     "gates": lambda role: role in (Role.RESIDUAL_GATE, Role.BRANCH_SCALE),
     "shifts": lambda role: role == Role.BRANCH_SHIFT,
 }
+
+
+def held(scheme: str, group: str) -> bool:
+    """Whether the rule is held to be good for a group: matrices together or, of two powers, by branch; gains, gates."""
+    if group in ("matrices", "attention", "mlp"):
+        return scheme in PROMISED and (group == "matrices") != (scheme in TWO_POWERS)
+    return scheme in PROMISED
 
 
 def recipe_at(name: str, args: dict[str, Any], depth: int) -> Recipe:
@@ -137,7 +147,7 @@ def study(path: Path | None) -> list[dict[str, Any]]:
                 if min(moved) <= 0 or group not in rule or math.isnan(rule[group][i]):
                     continue
                 slope = float(np.polyfit(np.log(DEPTHS), np.log(moved), 1)[0])
-                facts = {"scheme": label, "group": group, "optimizer": optimizer, "promised": label in PROMISED}
+                facts = {"scheme": label, "group": group, "optimizer": optimizer}
                 rows.append({**facts, "sizes": moved, "measured": slope, "rule": float(rule[group][i])})
         print(label, flush=True)
         if path:

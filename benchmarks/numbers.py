@@ -68,7 +68,7 @@ class Figures:
     def law(self, scheme: str, group: str = "matrices") -> str:
         """Measured exponents."""
         sgd, adam = (self.laws[scheme, group, o][1] for o in ("sgd", "adam"))
-        return f"{sgd:+.2f} under SGD and {adam:+.2f} under Adam"
+        return f"{round(sgd, 2) + 0:+.2f} under SGD and {round(adam, 2) + 0:+.2f} under Adam"
 
 
 def several(values: Sequence[float], digits: int = 3) -> str:
@@ -290,10 +290,12 @@ def schemes(f: Figures) -> list[Claim]:
         ),
         Claim(
             "Fixup bounds the change of every layer",
-            "of the MLP under SGD; not of attention, of its scalars, or under Adam",
-            f"All matrices together: depth to the power {f.law('Fixup')}. By the rule the MLP is level under SGD, "
-            "attention with its four matrices goes as L^(2/3), scalar shifts as L (hence their lower rate).",
-            0.1 < f.laws["Fixup", "matrices", "sgd"][1] < 0.67 and f.laws["Fixup", "matrices", "adam"][1] > 0.4,
+            "of the MLP under SGD; not of attention, or under Adam",
+            f"Depth to the power {f.law('Fixup', 'mlp')} for the MLP's matrices, {f.law('Fixup', 'attention')} for "
+            "attention's, of which there are four. Scalars do not move at the first step: the branches end with 0.",
+            abs(f.laws["Fixup", "mlp", "sgd"][1]) < 0.15
+            and f.laws["Fixup", "attention", "sgd"][1] > 0.5
+            and f.laws["Fixup", "mlp", "adam"][1] > 0.35,
         ),
         Claim(
             "Fixup scales weights by L^(-1/2) or L^(-1/4)",

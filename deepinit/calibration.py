@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinit.errors import ConfigError
+from deepinit.files import write_whole
 from deepinit.geometry import Geometry
 from deepinit.recipe import Recipe
 
@@ -51,7 +52,7 @@ class Calibration:
 
     def write(self, path: Path) -> None:
         """As JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write_whole(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 def read(path: str | Path) -> Calibration:

@@ -7,9 +7,10 @@ the stream, |dL/dx_l| ~ 1/|x_l|: it is 0.3 low for Sub-LN under SGD and says not
 tokens collapse.
 
 Gains inside a branch add both ways. How the d gains of one norm move token t where token t' asks for it is a sum over
-features, sum_j z_j(t) z_j(t') w_j w'_j, with backward weights w of random sign: over draws its squared mean is 1/d of
-its variance, and only the mean is alike in every layer. So total^2 = (sum_l move_l)^2 + d sum_l move_l^2: coherent in
-stacks much deeper than d, in quadrature at the depths and widths of real models.
+features, sum_j z_j(t) z_j(t') w_j w'_j, with backward weights w of random sign: over draws its squared mean is to its
+variance as the mean square of the tokens' overlap, 1/d + correlation^2, and only the mean is alike in every layer. So
+total^2 = (sum_l move_l)^2 + sum_l move_l^2 / (1/d + correlation_l^2): coherent in stacks much deeper than d, or of
+tokens that are alike; in quadrature else.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def step_size(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, tuple[flo
 
     parts: dict[str, list[Part]] = {}
 
-    def add(group: str, role: str, effect2: np.ndarray, coherent: float = 1.0, squares: float = 0.0) -> None:
+    def add(group: str, role: str, effect2: np.ndarray, coherent: float = 1.0, squares: Any = 0.0) -> None:
         rate = recipe.updates[role].lr if role in recipe.updates else 1.0
         parts.setdefault(group, []).append(Part(rate, effect2, coherent, squares))
 
@@ -118,9 +119,9 @@ def step_size(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, tuple[flo
         for group in ("matrices", KINDS[kind], role):
             add(group, role, has[kind] * own / stream)
     if any(a.norm != "none" for a in additions):
-        outer = np.array([a.norm == "post" for a in additions])
+        outer, alike = np.array([a.norm == "post" for a in additions]), np.array(now.correlation[:-1])
         add("norm_gains", Role.NORM_SCALE, outer * 1.0)
-        add("norm_gains", Role.NORM_SCALE, ~outer * branch / stream, squares=g.d_model)
+        add("norm_gains", Role.NORM_SCALE, ~outer * branch / stream, squares=1 / (1 / g.d_model + alike**2))
     written = np.where(has["mlp"], gains["mlp_down"], gains["attn_out"])
     if gate := recipe.residual.gate:
         constant2 = np.array([a.constant for a in additions]) ** 2
@@ -137,12 +138,12 @@ class Part(NamedTuple):
     effect2: np.ndarray
     coherent: float
     """Weight of the square of the sum over additions."""
-    squares: float
-    """Weight of the sum of squares."""
+    squares: Any
+    """Weight of the sum of squares: one number, or one for each addition."""
 
 
 def total(parts: Sequence[Part], power: float) -> float:
     """Movement by a step in which an addition moves the output by its effect^2 (SGD, power 1) or effect (Adam, 1/2)."""
     moves = [p.rate * p.effect2**power for p in parts]
     sums = sum(p.coherent * float(m.sum()) for p, m in zip(parts, moves))
-    return math.sqrt(sums**2 + sum(p.squares * float((m**2).sum()) for p, m in zip(parts, moves)))
+    return math.sqrt(sums**2 + sum(float((p.squares * m**2).sum()) for p, m in zip(parts, moves)))

@@ -22,6 +22,7 @@ from orbax.checkpoint import checkpoint_utils
 
 from deepinit import digests, roles
 from deepinit.errors import ConfigError
+from deepinit.files import write_whole
 from deepinit.recipe import Recipe
 from deepinit.train import distributed, transplant
 from deepinit.train.step import TrainState
@@ -283,7 +284,7 @@ def list_files(folder: epath.Path, step: int) -> None:
     if not root.exists():
         return
     sizes = {str(f.relative_to(root)): f.stat().length for f in walk(root)}
-    (folder / f"{step}.files.json").write_text(json.dumps(sizes))
+    write_whole(folder / f"{step}.files.json", json.dumps(sizes))
     for old in folder.glob("*.files.json"):
         if not (folder / old.name.partition(".")[0]).exists():
             old.unlink()
@@ -302,7 +303,11 @@ def wrong_files(folder: epath.Path) -> str:
     listed = folder.parent / f"{folder.name}.files.json"
     if not listed.exists():
         return ""
-    for name, size in json.loads(listed.read_text()).items():
+    try:
+        sizes = json.loads(listed.read_text())
+    except ValueError:
+        return f"{listed.name} was cut off"
+    for name, size in sizes.items():
         file = folder / name
         if not file.exists():
             return f"{name} is missing"

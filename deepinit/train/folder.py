@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from deepinit.errors import ConfigError
+from deepinit.files import write_whole
 from deepinit.invariants import Verdict
 from deepinit.recipe import Recipe
 from deepinit.train.config import Config
@@ -52,9 +53,9 @@ def make(folder: Path, *, exist_ok: bool) -> None:
 
 def write(folder: Path, config: Config, recipe: Recipe, init: Record) -> None:
     """The three files."""
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    (folder / "recipe.json").write_text(json.dumps(recipe.to_json(), indent=1) + "\n")
-    (folder / "init.json").write_text(json.dumps(init, indent=1) + "\n")
+    write_whole(folder / "config.yaml", config.to_yaml())
+    write_whole(folder / "recipe.json", json.dumps(recipe.to_json(), indent=1) + "\n")
+    write_whole(folder / "init.json", json.dumps(init, indent=1) + "\n")
 
 
 def init_record(verdict: Verdict, config: Config) -> Record:

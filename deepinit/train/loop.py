@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from deepinit import calibration, sharding
+from deepinit.files import write_whole
 from deepinit.projection import project
 from deepinit.signal.measured import Measured
 from deepinit.signal.probe import gates, observer
@@ -208,7 +209,7 @@ class Run:
         origins = {path: str(origin) for path, origin in restored.origins.items()}
         if distributed.first():
             record = {"checkpoint": restored.said[0], "leaves": origins}
-            (self.folder / "origins.json").write_text(json.dumps(record, indent=1) + "\n")
+            write_whole(self.folder / "origins.json", json.dumps(record, indent=1) + "\n")
         fresh = sum(origin == "initial" for origin in origins.values())
         self.screen.say(f"{len(origins) - fresh} leaves from {restored.said.pop()}, {fresh} initial; see origins.json")
         return restored

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from deepinit.errors import ConfigError
+from deepinit.files import write_whole
 
 Row = dict[str, Any]
 
@@ -37,9 +37,7 @@ class Metrics:
         self.board = board(folder, after) if tensorboard else None
         path = folder / name
         rows = [row for row in read(path) if row["step"] <= after]
-        new = path.with_suffix(".tmp")
-        new.write_text("".join(_line(row) for row in rows))
-        os.replace(new, path)
+        write_whole(path, "".join(_line(row) for row in rows))
         self.file = path.open("a", buffering=1)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -81,7 +79,7 @@ class Samples:
         """Process 0 drops the rows of all processes after the step that is resumed from, before any writes."""
         self.path.parent.mkdir(exist_ok=True)
         for path in self.path.parent.glob("*.jsonl"):
-            path.write_text("".join(_line(row) for row in read(path) if row["step"] <= after))
+            write_whole(path, "".join(_line(row) for row in read(path) if row["step"] <= after))
 
     def write(self, step: int, ids: Any) -> None:
         """The ids that this process read for a step."""

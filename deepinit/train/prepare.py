@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deepinit.errors import ConfigError
+from deepinit.files import write_whole
 from deepinit.train import sources
 from deepinit.train.config import DataConfig
 from deepinit.train.tokenizers import Tokenizer
@@ -116,6 +117,4 @@ def keep(file: Any, out: Path, record: dict[str, Any], at: list[int], reading: s
     file.flush()
     os.fsync(file.fileno())
     record["at"], record["skipped"] = at, sum(reading.skipped.values())
-    new = out.with_suffix(".json.tmp")
-    new.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(new, out.with_suffix(".json"))
+    write_whole(out.with_suffix(".json"), json.dumps(record, indent=1) + "\n")

@@ -372,6 +372,14 @@ def test_a_truncated_newest_falls_back_to_the_one_before(tmp_path, known):
     assert Checkpoints(tmp_path / "c").latest == 2
 
 
+def test_a_list_of_sizes_that_was_cut_off_is_damage(tmp_path):
+    two_steps(tmp_path / "c")
+    (tmp_path / "c" / "2.files.json").write_text("")
+    got = Checkpoints(tmp_path / "c").resume(made()[0])
+    assert got.step == 1
+    assert got.said == [f"{tmp_path / 'c' / '2'} is damaged: 2.files.json was cut off"]
+
+
 def test_no_whole_checkpoint_is_an_error(tmp_path):
     two_steps(tmp_path / "c")
     for name in "12":
