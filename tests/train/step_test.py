@@ -1,6 +1,7 @@
 """The jitted step: accumulation, non-finite steps, dropout keys, sharding, evaluation."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +246,16 @@ def types_after_a_step(trainer):
 
 
 # case B40
+def test_no_moment_is_copied_before_its_update():
+    t = Trainer()
+    with jax.set_mesh(t.mesh):
+        batch = step.put(batch_of(), 1, t.mesh)
+        lines = t.step_fn.lower(t.state, batch).compile().as_text().splitlines()
+    moments = [x for x in jax.tree.leaves(t.state.opt_state) if x.ndim > 1]
+    assert len(moments) == 2 * len([x for x in jax.tree.leaves(t.state.params) if x.ndim > 1])
+    assert not [line for line in lines if re.search(r"= f32\[\d+,.* copy\(%state_opt_state", line)]
+
+
 def test_bfloat16_compute_keeps_float32_parameters_and_moments():
     assert types_after_a_step(Trainer("--model.dtype bfloat16")) == ({"float32"}, {"float32", "int32"}, "float32")
 
