@@ -19,7 +19,7 @@ from benchmarks import steps, train
 from benchmarks.harness import Costs, Race, costs
 
 PLACES = (
-    ("attention scores and mixing", r"/attention/vmap"),
+    ("attention scores and mixing", r"/attention/(bkrh|bkrs|slice|reduce_|exp|sub|div|select|concatenate|transpose$)"),
     ("attention projections", r"/attention/"),
     ("MLP", r"/mlp/"),
     ("norms", r"norm"),

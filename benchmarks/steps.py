@@ -43,7 +43,7 @@ class Parts:
     def init(self) -> tuple[Any, Any]:
         """The jitted init, and the keys it takes."""
         draw, keys = sharded_init.plan(self.model, roles.unboxed(self.boxed), 0)
-        return jax.jit(draw, out_shardings=self.layout), keys
+        return sharded_init.jitted(draw, self.layout), keys
 
     def state(self, params: Any) -> step.TrainState:
         """The state at step 0."""

@@ -25,7 +25,7 @@ def run(rounds: int, geometry: Geometry = SIZES) -> Race:
     model = deepinit.nn.Decoder.from_recipe(recipe)
     shapes = roles.unboxed(sharded_init.abstract_params(model))
     draw, keys = sharded_init.plan(model, shapes, 0)
-    init = jax.jit(draw).lower(keys).compile()
+    init = sharded_init.jitted(draw).lower(keys).compile()
     params = init(keys)
     count = sum(x.size for x in jax.tree.leaves(params))
 

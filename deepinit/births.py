@@ -117,7 +117,7 @@ def compiled(where: str, model: Any, recipe: Recipe, mesh: Mesh, seed: int) -> I
     boxed = abstract_params(model)
     shapes, layout = roles.unboxed(boxed), sharding.param_shardings(boxed, mesh)
     draw, keys = sharded_init.plan(model, shapes, seed, sharded_init.pairs(recipe))
-    program = jax.jit(draw, out_shardings=layout).lower(keys).compile()
+    program = sharded_init.jitted(draw, layout).lower(keys).compile()
     found = sorted({kind for kind, _ in moved(program.as_text() or "")})
     yield Fact(f"collectives on {where}", not found, ", ".join(found) or "none")
     memory = program.memory_analysis()
