@@ -65,6 +65,7 @@ def first_step(layers: int, scan: bool = True, stock: bool = False, cache: str =
     """To the first step in this process, and one more. `stock`: Flax's own jitted init."""
     import jax
     import jax.numpy as jnp
+    import scipy.special  # noqa: F401  the sampler's table asks for it: an import, whenever it happens
 
     from benchmarks import steps
     from deepinit import roles
