@@ -47,7 +47,8 @@ def run(rounds: int, geometry: Geometry = SIZES) -> Race:
     ).run(rounds)
     tree = trees.viewed(params, geometry)
     stacked = tuple(leaf.stacked for leaf in tree.leaves)
-    program = measure.measure.lower(tree.arrays, tuple(tree.views), stacked, [None] * len(tree.views)).compile()
+    sampled, near = [None] * len(tree.views), measure.beside(tree.arrays)
+    program = measure.measure.lower(tree.arrays, tuple(tree.views), stacked, sampled, near).compile()
     memory = program.memory_analysis()
     if memory is not None:
         share = memory.temp_size_in_bytes / sum(math.prod(x.shape) * x.dtype.itemsize for x in tree.arrays)

@@ -31,8 +31,14 @@ def measured(
 ) -> tuple[list[np.ndarray], list[Measured]]:
     """(digest lanes of every array, measures of every view) on the host; `stacked` and lanes are `digests`' own."""
     sampled = list(sampled) or [None] * len(views)
-    near = jax.default_backend() == "cpu" and all(len(getattr(x, "devices", set)()) == 1 for x in arrays)
-    return jax.device_get(digests.replicated(arrays, measure(list(arrays), tuple(views), stacked, sampled, near)))
+    found = measure(list(arrays), tuple(views), stacked, sampled, beside(arrays))
+    return jax.device_get(digests.replicated(arrays, found))
+
+
+def beside(arrays: Sequence[Any]) -> bool:
+    """Whether one CPU has all of them, so that they are best read in pieces."""
+    whole = all(isinstance(x, jax.Array) and len(x.devices()) == 1 for x in arrays)
+    return whole and jax.default_backend() == "cpu"
 
 
 @functools.partial(jax.jit, static_argnames=("views", "stacked", "near"))
