@@ -13,7 +13,7 @@ import optax
 from benchmarks import steps
 from benchmarks.harness import Race
 from deepinit.signal import probe
-from deepinit.train import optimizer
+from deepinit.train import optimizer, step
 from deepinit.train.step import TrainState
 
 SIZES = {"layers": 80, "d": 64, "heads": 4, "seq": 64, "batch": 8, "model__remat": "full"}
@@ -45,9 +45,9 @@ def looked(running: steps.Running, stream_only: bool = False) -> Any:
     parts = running.parts
     lr = optimizer.schedule(parts.config)
 
-    def step(state: TrainState, tokens: jax.Array) -> Any:
+    def looking(state: TrainState, batch: Any) -> Any:
         """The arithmetic of `train_step`, once with its gradient's by-products."""
-        taps = {} if stream_only else probe.taps_of(parts.model)
+        tokens, taps = batch["tokens"][0], {} if stream_only else probe.taps_of(parts.model)
         value = jax.value_and_grad(
             lambda p, t: probe.observed_loss(parts.model, p, t, tokens), argnums=(0, 1), has_aux=True
         )
@@ -68,12 +68,11 @@ def looked(running: steps.Running, stream_only: bool = False) -> Any:
 
     with jax.set_mesh(parts.mesh):
         state = jax.tree.map(jnp.copy, running.state)
-        tokens = running.batch["tokens"][0]
-        compiled = jax.jit(step, donate_argnums=0).lower(state, tokens).compile()
+        compiled = step.jitted(looking, parts.shardings, parts.mesh).lower(state, running.batch).compile()
 
     def one() -> None:
         nonlocal state
-        state, found = compiled(state, tokens)
+        state, found = compiled(state, running.batch)
         jax.block_until_ready((state, found))
 
     return one

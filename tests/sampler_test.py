@@ -254,14 +254,13 @@ def test_x64_changes_nothing():
 def whole_table(cut):
     """(values in sigmas, weights) over all 2^31 magnitudes, one entry for each value that the table can give."""
     values, weights = [], []
-    for octave in range(31):
-        bits = 30 - octave  # below the leading one
+    for octave in range(32):  # of 2 word + 1
+        bits = max(30 - octave, 0)  # of the word, below its leading one
         kept = min(bits, sampler.SUB + sampler.FRAC)
-        m = (1 << bits) + (np.arange(1 << kept, dtype=np.uint64) << np.uint64(bits - kept))
+        m = (octave < 31) * (1 << bits) + (np.arange(1 << kept, dtype=np.uint64) << np.uint64(bits - kept))
         word = m.astype(np.uint32) | np.uint32(1 << 31)
         values.append(sampler.normal_integers(word, cut))
         weights.append(np.full(len(m), 2.0 ** (bits - kept)))
-    weights[-1][0] += 1  # the word 0 counts as 1
     z = np.concatenate(values).astype(np.float64) * 2.0**-sampler.SCALE
     return z, np.concatenate(weights) / 2.0**31
 
@@ -272,8 +271,8 @@ def test_moments_of_the_whole_table(cut):
     assert weight.sum() == pytest.approx(1, abs=1e-15)
     std, kurtosis = laws.truncated_moments(cut)
     second, fourth = (float((weight * z**p).sum()) for p in (2, 4))
-    assert math.sqrt(second) / std == pytest.approx(1, abs=5e-6)
-    assert fourth / second**2 / kurtosis == pytest.approx(1, abs=8e-6)
+    assert math.sqrt(second) / std == pytest.approx(1, abs=1e-6)
+    assert fourth / second**2 / kurtosis == pytest.approx(1, abs=2e-6)
 
 
 @pytest.mark.parametrize("cut", [0.0, 2.0, 3.0])
@@ -300,11 +299,12 @@ def test_symmetry():
 @pytest.mark.parametrize("cut", [2.0, 3.0])
 def test_no_value_at_the_bound(cut):
     z, weight = whole_table(cut)
-    assert z.max() == cut  # the last value of the grid
+    last = cut - 2.0**-sampler.SCALE  # of the grid
+    assert z.max() == last
     assert z.min() >= 0
-    # half a grid step of the density at the bound, and no more: nothing is heaped up
+    # a grid step of the density at the bound, and no more: nothing is heaped up
     density = 2 * stats.norm.pdf(cut) / (1 - 2 * stats.norm.sf(cut))
-    assert weight[z == cut].sum() == pytest.approx(2.0**-sampler.SCALE * density / 2, rel=0.2)
+    assert weight[z == last].sum() == pytest.approx(2.0**-sampler.SCALE * density, rel=0.1)
 
 
 # case B37: ten million draws of std 0.02 cut at 3
@@ -312,8 +312,8 @@ def test_ten_million_draws():
     w = np.asarray(drawn(KEY, (10_000_000,), jnp.float32(0.02), "normal", 3.0))
     assert np.abs(w).max() <= 0.06
     assert np.abs(w).max() > 0.0599
-    # Poisson with mean 10^7 times the largest value's weight, 0.04: 6 are as rare as 5e-12
-    assert (np.abs(w) == np.abs(w).max()).sum() <= 5
+    # Poisson with mean 10^7 times the largest value's weight, 0.34: 9 are as rare as 1e-10
+    assert (np.abs(w) == np.abs(w).max()).sum() <= 8
 
 
 @pytest.mark.parametrize(("kind", "cut"), KINDS)
