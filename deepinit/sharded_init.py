@@ -36,7 +36,11 @@ def init_sharded(model: linen.Module, recipe: Recipe, mesh: Mesh | None = None, 
     """
     if model.geometry != recipe.geometry:
         raise ConfigError(f"the model has geometry {model.geometry}, the recipe {recipe.geometry}")
-    boxed = abstract_params(model)
+    return init_shapes(abstract_params(model), model, recipe, mesh, seed)
+
+
+def init_shapes(boxed: Any, model: linen.Module, recipe: Recipe, mesh: Mesh | None, seed: int) -> Any:
+    """`init_sharded` where the model's `abstract_params` are there already."""
     shapes = roles.unboxed(boxed)
     shared = pairs(recipe)
     draw, keys = plan(model, shapes, seed, apart={*shared, *shared.values()})

@@ -6,14 +6,15 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from deepinit import roles, sharding
+from deepinit import sharding
 from deepinit.collectives import listed, moved
 from deepinit.nn import Decoder
-from deepinit.sharded_init import abstract_params, init_sharded
-from deepinit.train import optimizer, step
+from deepinit.sharded_init import init_sharded
+from deepinit.train import step
+from deepinit.train.birth import planned
 from deepinit.train.config import load
+from deepinit.train.program import Program
 
 LAYERS, D, HEADS, HEAD, F, V, B, T = 4, 64, 8, 8, 192, 512, 16, 32
 SIZES = f"""--model.num-layers {LAYERS} --model.d-model {D} --model.num-heads {HEADS} --model.d-ff {F}
@@ -23,26 +24,8 @@ SIZES = f"""--model.num-layers {LAYERS} --model.d-model {D} --model.num-heads {H
 def compiled(flags):
     """The text of a training step compiled for a mesh; nothing is allocated."""
     config = load([], f"{SIZES} {flags}".split())
-    recipe = config.check()
-    mesh = sharding.make_mesh({axis: getattr(config.mesh, axis) for axis in sharding.MESH_AXES})
-    model = Decoder.from_recipe(recipe, **config.model_options())
-    scalar = NamedSharding(mesh, PartitionSpec())
-    number = jax.ShapeDtypeStruct((), np.int32)
-    with jax.set_mesh(mesh):
-        boxed = abstract_params(model)
-        layout = sharding.param_shardings(boxed, mesh)
-        params = roles.unboxed(boxed)
-        tx = optimizer.make(config, recipe, params)
-        moments, moments_layout = optimizer.state_shardings(tx, params, layout, scalar)
-        state = step.TrainState(params, moments, number, number, number)
-        shardings = step.TrainState(layout, moments_layout, scalar, scalar, scalar)
-        parts = config.train.accumulate
-        batch = {
-            "tokens": jax.ShapeDtypeStruct((parts, B // parts, T + 1), np.int32),
-            "weights": jax.ShapeDtypeStruct((parts, B // parts, T), np.float32),
-        }
-        pure = step.train_step(model, tx, optimizer.schedule(config), 0, False)
-        return step.jitted(pure, shardings, mesh).lower(state, batch).compile().as_text()
+    config.check()
+    return Program(config, planned(config)).ready()[0].as_text()
 
 
 def size(shape):

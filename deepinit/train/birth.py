@@ -15,47 +15,62 @@ from deepinit.calibration import Calibration
 from deepinit.invariants import Verdict, inspect
 from deepinit.nn import Decoder
 from deepinit.recipe import Recipe
-from deepinit.sharded_init import init_sharded
+from deepinit.sharded_init import abstract_params, init_shapes
 from deepinit.sharding import batch_sharding, make_mesh
 from deepinit.train import compilations, data
 from deepinit.train.config import Config
 
 
 @dataclass(frozen=True)
-class Birth:
-    """A model, its initial parameters, and the verdict on them."""
+class Plan:
+    """What a config says of a run before anything is drawn."""
 
     recipe: Recipe
     model: Decoder
     mesh: Mesh
+    boxed: Any
+    """Shapes, dtypes and logical axes of the parameters."""
+
+
+@dataclass(frozen=True)
+class Birth(Plan):
+    """A model, its initial parameters, and the verdict on them."""
+
     params: Any
     verdict: Verdict
     calibration: Calibration | None = None
     """What was measured on data, for a scheme that asks for it."""
 
 
-def born(config: Config, replay: str | None = "sample", *, strict: bool = False) -> Birth:
+def planned(config: Config, recipe: Recipe | None = None) -> Plan:
+    """Everything that follows from the config alone, and from its recipe where that has been measured."""
+    compilations.keep(config.train.compilation_cache)
+    recipe = recipe or config.recipe()
+    model = Decoder.from_recipe(recipe, **config.model_options())
+    mesh = make_mesh(dataclasses.asdict(config.mesh))
+    with jax.set_mesh(mesh):
+        return Plan(recipe, model, mesh, abstract_params(model))
+
+
+def born(config: Config, replay: str | None = "sample", *, strict: bool = False, plan: Plan | None = None) -> Birth:
     """Build, initialize on the mesh, verify; `replay` says how many weights are drawn again (`deepinit.verify`).
 
     Where the scheme has numbers that are measured on data, they are: on the first batch, unless there are some already.
     """
-    compilations.keep(config.train.compilation_cache)
-    recipe = config.recipe()
-    model = Decoder.from_recipe(recipe, **config.model_options())
-    mesh = make_mesh(dataclasses.asdict(config.mesh))
-    found = None
-    with jax.set_mesh(mesh):
-        params = init_sharded(model, recipe, mesh, config.train.seed)
-        if recipe.calibrate:
-            found = known(config) or calibration.measure(model, recipe, params, first_tokens(config, mesh))
-            recipe = found.applied(recipe, known_path(config))
-            model = Decoder.from_recipe(recipe, **config.model_options())
-            params = init_sharded(model, recipe, mesh, config.train.seed)
+    plan = plan or planned(config)
+    found, seed = None, config.train.seed
+    with jax.set_mesh(plan.mesh):
+        params = init_shapes(plan.boxed, plan.model, plan.recipe, plan.mesh, seed)
+        if plan.recipe.calibrate:
+            found = known(config) or calibration.measure(
+                plan.model, plan.recipe, params, first_tokens(config, plan.mesh)
+            )
+            plan = planned(config, found.applied(plan.recipe, known_path(config)))
+            params = init_shapes(plan.boxed, plan.model, plan.recipe, plan.mesh, seed)
         portable = config.scheme.sampler == "portable"  # stock draws cannot be drawn again one by one
-        seed = config.train.seed if portable else None
-        verdict = inspect(params, recipe, strict=strict, seed=seed, replay=replay)
-        verdict = verdict.joined(structure.check(model, recipe, params, strict=strict))
-    return Birth(recipe, model, mesh, params, verdict, found)
+        verdict = inspect(params, plan.recipe, strict=strict, seed=seed if portable else None, replay=replay)
+        verdict = verdict.joined(structure.check(plan.model, plan.recipe, params, strict=strict))
+    return Birth(**vars(plan), params=params, verdict=verdict, calibration=found)
 
 
 def known_path(config: Config) -> str:

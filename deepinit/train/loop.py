@@ -11,24 +11,23 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from deepinit import calibration, sharding
 from deepinit.files import write_whole
-from deepinit.projection import project
 from deepinit.signal.measured import Measured
 from deepinit.signal.probe import gates, observer
 from deepinit.signal.watch import Watch, spread, unigram_entropy
 from deepinit.signal.watch import row as probe_row
-from deepinit.train import checkpoint, distributed, folder, optimizer, step
+from deepinit.train import checkpoint, distributed, folder, step
 from deepinit.train import data as text
-from deepinit.train.birth import Birth, born
+from deepinit.train.birth import Birth, born, planned
 from deepinit.train.checkpoint import CheckpointError, Checkpoints, Restored
 from deepinit.train.config import Config
 from deepinit.train.data import Batch, Data
 from deepinit.train.metrics import Metrics, Nowhere, Row, Samples
+from deepinit.train.program import Program
 from deepinit.train.screen import Screen, si
 from deepinit.train.watch import Profile, interruptible
 from deepinit.train.watchdog import RETRY, Beat
@@ -42,6 +41,9 @@ def train(config: Config, beat: Beat = lambda where: None) -> int:
       ConfigError: what cannot work, in one line.
     """
     recipe = config.check()
+    beat("tracing")
+    plan = planned(config)
+    early = None if recipe.calibrate else Program(config, plan)
     part = config.train.batch_size // config.train.accumulate
     beat("reading data")
     data = text.load(
@@ -53,12 +55,12 @@ def train(config: Config, beat: Beat = lambda where: None) -> int:
     )
     distributed.same("the text", data.text.sha256)
     beat("initialization")
-    birth = born(config)
+    birth = born(config, plan=plan)
     distributed.check_replicas(birth.params, birth.mesh)
     console = None if distributed.first() else Console(quiet=True)
     screen = Screen(config.last_step, recipe.geometry.flops_per_token(config.data.seq_len), console)
     with screen, jax.set_mesh(birth.mesh):
-        run = Run(config, birth, data, screen, beat)
+        run = Run(config, birth, early or Program(config, birth), data, screen, beat)
         try:
             return run.go()
         except CheckpointError as e:
@@ -70,8 +72,8 @@ def train(config: Config, beat: Beat = lambda where: None) -> int:
 class Run:
     """One run: what it is made of, and the loop."""
 
-    def __init__(self, config: Config, birth: Birth, data: Data, screen: Screen, beat: Beat):
-        self.birth, self.data, self.screen, self.beat = birth, data, screen, beat
+    def __init__(self, config: Config, birth: Birth, program: Program, data: Data, screen: Screen, beat: Beat):
+        self.birth, self.program, self.data, self.screen, self.beat = birth, program, data, screen, beat
         self.folder = Path(distributed.from_first(str(folder.of(config)) if distributed.first() else ""))
         self.config = config.replace(train__run_dir=str(self.folder))
         self.init = folder.init_record(birth.verdict, config)
@@ -103,8 +105,7 @@ class Run:
         self.show(start)
         for change in changed:
             screen.say(f"changed since the last start: {change}")
-        tx = optimizer.make(config, birth.recipe, birth.params)
-        state, shardings = step.create(birth.params, tx, birth.mesh)
+        state, _ = step.create(birth.params, self.program.tx, birth.mesh, self.program.shardings)
         self.beat("restoring")
         if start:
             restored = self.checkpoints.resume(step.released(state))
@@ -127,27 +128,21 @@ class Run:
         keeping = t.probe_every and distributed.first()
         self.probes = Metrics(self.folder, start, name="probe.jsonl") if keeping else Nowhere()
         try:
-            return self.loop(state, shardings, tx, start)
+            return self.loop(state, start)
         finally:
             self.metrics.close()
             self.probes.close()
 
-    def loop(self, state: step.TrainState, shardings: Any, tx: optax.GradientTransformation, start: int) -> int:
+    def loop(self, state: step.TrainState, start: int) -> int:
         """Dispatch a step, read the metrics of the one before, evaluate, save."""
-        config, screen, t, end = self.config, self.screen, self.config.train, self.config.last_step
-        lr, recipe = optimizer.schedule(config), self.birth.recipe
-        pure = step.train_step(
-            self.birth.model, tx, lr, t.seed, config.model.dropout > 0, lambda params: project(params, recipe)
-        )
+        birth, screen, t, end = self.birth, self.screen, self.config.train, self.config.last_step
         screen.start(start)
-        self.beat("compiling")
         batch = self.batch(start)
-        began = time.perf_counter()
-        run_step = step.jitted(pure, shardings, self.birth.mesh).lower(state, batch).compile()
-        self.compile_s = time.perf_counter() - began
-        screen.say(f"step compiled in {self.compile_s:.1f} s")
-        observe = observer(self.birth.model, recipe, tx, self.birth.mesh)
-        sizes = jax.jit(gates, out_shardings=NamedSharding(self.birth.mesh, PartitionSpec()))
+        self.beat("compiling")
+        run_step, self.compile_s, waited = self.program.ready()
+        screen.say(f"step compiled in {self.compile_s:.1f} s, {waited:.1f} s of them waited for")
+        observe = observer(birth.model, birth.recipe, self.program.tx, birth.mesh)
+        sizes = jax.jit(gates, out_shardings=NamedSharding(birth.mesh, PartitionSpec()))
         waiting, bad, vote, self.clock = None, 0, 0, time.perf_counter()
         with interruptible() as interrupted, Profile(self.folder / "profile", t.profile) as profile:
             for done in range(start + 1, end + 1):

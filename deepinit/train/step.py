@@ -38,14 +38,26 @@ class TrainState(struct.PyTreeNode):
     """() int32: how many of the last steps, without a good one between."""
 
 
-def create(params: Any, tx: optax.GradientTransformation, mesh: Mesh) -> tuple[TrainState, Any]:
-    """The state at step 0 and its shardings: moments lie as their parameters do, all scalars on every device."""
+def layout(params: Any, placed: Any, tx: optax.GradientTransformation, mesh: Mesh) -> tuple[TrainState, TrainState]:
+    """(shapes, shardings) of the state of parameters, or of their shapes, that are `placed` so: moments lie as their
+    parameters do, all scalars on every device.
+    """
     scalar = NamedSharding(mesh, PartitionSpec())
-    placed = jax.tree.map(lambda x: x.sharding, params)
-    _, opt_shardings = optimizer.state_shardings(tx, params, placed, scalar)
-    opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(params)
-    counters = [jax.device_put(np.int32(0), scalar) for _ in range(3)]  # three arrays, since each is donated
-    shardings: Any = TrainState(placed, opt_shardings, scalar, scalar, scalar)  # type: ignore[arg-type]
+    moments, moments_placed = optimizer.state_shardings(tx, params, placed, scalar)
+    number, counters = jax.ShapeDtypeStruct((), np.int32), (scalar, scalar, scalar)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    shardings: Any = TrainState(placed, moments_placed, *counters)  # type: ignore[arg-type]
+    return TrainState(shapes, moments, number, number, number), shardings  # type: ignore[arg-type]
+
+
+def create(
+    params: Any, tx: optax.GradientTransformation, mesh: Mesh, shardings: TrainState | None = None
+) -> tuple[TrainState, TrainState]:
+    """The state at step 0 and its shardings, those of `layout`."""
+    if shardings is None:
+        shardings = layout(params, jax.tree.map(lambda x: x.sharding, params), tx, mesh)[1]
+    opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(params)
+    counters = [jax.device_put(np.int32(0), shardings.step) for _ in range(3)]  # three, since each is donated
     return TrainState(params, opt_state, *counters), shardings
 
 

@@ -194,13 +194,13 @@ def test_too_many_bad_steps_stop_the_run(home, capsys):
 
 
 def test_a_wrong_leaf_stops_the_run_with_the_table(home, capsys, monkeypatch):
-    real = birth.init_sharded
+    real = birth.init_shapes
 
     def tampered(*args):
         params = real(*args)
         return {**params, "lm_head": params["lm_head"] * 1.1}
 
-    monkeypatch.setattr(birth, "init_sharded", tampered)
+    monkeypatch.setattr(birth, "init_shapes", tampered)
     assert train(config_of(home, "wrong")) == 1
     out = capsys.readouterr().out
     assert "lm_head" in out
