@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from deepinit import digests, roles, sharded_init, sharding
+from deepinit import digests, roles, sharded_init, sharding, stacks
 from deepinit.collectives import moved
 from deepinit.errors import ConfigError
 from deepinit.geometry import VECTORS
@@ -131,10 +131,11 @@ def prefix(model: Any, recipe: Recipe, params: Any, seed: int) -> Fact:
     """A stack of half the depth is the first half of the whole one, each weight in units of its law's std."""
     from deepinit.schemes import registry
 
-    name, half = "depth prefix", recipe.geometry.num_layers // 2
-    if not half:
-        return Fact(name, True, "one layer")
-    small = recipe.geometry.replace(num_layers=half)
+    name, g = "depth prefix", recipe.geometry
+    half = max(g.num_layers // 2, g.routed_layers[0] + 1 if g.mixed else 0)  # which has a routed layer too
+    if half in (0, g.num_layers):
+        return Fact(name, True, "one layer" if not half else "no part of these layers is such a stack")
+    small = g.replace(num_layers=half)
     try:
         shallow = registry.recipe(recipe.name, small, norm=recipe.residual.norm, **recipe.args)
     except ConfigError:  # a recipe that was made by hand, or changed by role
@@ -142,23 +143,17 @@ def prefix(model: Any, recipe: Recipe, params: Any, seed: int) -> Fact:
     if shallow.requires.get("norm_offset") != recipe.requires.get("norm_offset"):
         shallow = shallow.with_norm_offset()
     there = init_sharded(type(model).from_recipe(shallow, **options(model)), shallow, None, seed)
-    whole = {roles.joined(p): x for p, x in roles.flat(params)}
-    for path, x in roles.flat(there):
-        leaf = roles.locate(path)
-        if leaf.role is None or leaf.role in VECTORS or leaf.role not in shallow.weights:
+    whole = {(path, layer): x for path, layer, x in stacks.apart(params)}
+    for path, layer, x in stacks.apart(there):
+        role = roles.role_of(path)
+        if role is None or role in VECTORS or role not in shallow.weights:
             continue
-        mine, theirs = np.asarray(whole[leaf.path]), np.asarray(x)
-        mine = mine[: len(theirs)] if leaf.stacked else mine
-        a, b = (np.asarray(r.weights[leaf.role].std, np.float64) for r in (recipe, shallow))
-        if a.ndim:
-            a = (a[: len(b)] if leaf.stacked else a[leaf.layer]).reshape(-1, *[1] * (mine.ndim - 1))
-            b = (b if leaf.stacked else b[leaf.layer]).reshape(-1, *[1] * (mine.ndim - 1))
-        if not np.isfinite(a).all():
+        a, b = (float(np.asarray(r.weights[role].at(layer or 0).std)) for r in (recipe, shallow))
+        if not np.isfinite(a):
             continue
-        near = np.allclose(mine * b, theirs * a, rtol=1e-5, atol=0.0)
-        if not near:
-            return Fact(name, False, f"{leaf.path} of {half} layers is not the beginning of the whole")
-    return Fact(name, True, f"{half} layers are the first of {recipe.geometry.num_layers}")
+        if not np.allclose(np.asarray(whole[path, layer]) * b, np.asarray(x) * a, rtol=1e-5, atol=0.0):
+            return Fact(name, False, f"{path} of {half} layers is not the beginning of the whole")
+    return Fact(name, True, f"{half} layers are the first of {g.num_layers}")
 
 
 def options(model: Any) -> dict[str, Any]:

@@ -95,14 +95,11 @@ def chain(skip: tuple[float, ...], variances: list[tuple[float, float]]) -> tupl
 
 def variances(stats: Any, recipe: Recipe) -> list[tuple[float, float]]:
     """(Var(x), Var(F)) of each addition, in order, from what the modules kept."""
-    g = recipe.geometry
-    found = []
-    for layer in range(g.num_layers):
-        own = stats["layers"] if "layers" in stats else stats[f"layers_{layer}"]
-        for kind in g.additions:
-            pair = (own[f"{kind}_residual"][name] for name in ("skip_var", "branch_var"))
-            found.append(tuple(float(v[layer] if v.ndim else v) for v in pair))
-    return found  # type: ignore[return-value]
+    from deepinit import stacks
+
+    g, kept = recipe.geometry, stacks.layered(stats)
+    places = [(layer, f"layers/{kind}_residual") for layer in range(g.num_layers) for kind in g.additions]
+    return [(float(kept[f"{at}/skip_var"][i]), float(kept[f"{at}/branch_var"][i])) for i, at in places]
 
 
 def with_skip(params: Any, recipe: Recipe) -> Any:
@@ -117,11 +114,8 @@ def with_skip(params: Any, recipe: Recipe) -> Any:
         if leaf.role is None or not leaf.path.endswith(f"skip_{leaf.role}"):
             return x
         law = recipe.law_at(leaf.canonical, leaf.role)
-        if leaf.stacked:
-            values = [law.at(i).parameter for i in range(x.shape[0])]
-            new = jnp.asarray(values, x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
-        else:
-            new = jnp.asarray(law.at(leaf.layer or 0).parameter, x.dtype)
+        values = [law.at(layer or 0).parameter for layer in leaf.rows(x.shape)]
+        new = jnp.asarray(values, x.dtype).reshape(-1, *(1,) * (x.ndim - 1)) if leaf.stacked else values[0]
         return jax.device_put(jnp.broadcast_to(new, x.shape), x.sharding)
 
     return jax.tree.map_with_path(place, params)

@@ -64,7 +64,7 @@ def leaf_digest(leaf: Leaf, dtype: str, lanes: np.ndarray) -> str:
 def digest_rows(leaf: Leaf, dtype: str, lanes: np.ndarray) -> Iterator[str]:
     """What the digest of a tree hashes of one leaf, a line a layer."""
     for i, row in enumerate(np.asarray(lanes)):
-        layer = i if leaf.stacked else -1 if leaf.layer is None else leaf.layer
+        layer = -1 if (at := leaf.at(i)) is None else at
         yield f"{leaf.canonical} {layer} {dtype} {' '.join(f'{v:08x}' for v in row)}"
 
 
@@ -154,7 +154,7 @@ def check_shard(certificate: Certificate, path: str, x: np.ndarray, start: Seque
     for i in layers:
         block = x[i] if leaf.stacked else x
         offset = begin[1:] if leaf.stacked else begin
-        layer = begin[0] + i if leaf.stacked else leaf.layer
+        layer = leaf.at(begin[0] + i if leaf.stacked else 0)
         for rows in pieces(block):
             part = block[rows] if block.ndim else block
             index = np.zeros(part.shape, np.int64)

@@ -75,7 +75,7 @@ def combine(leaves: Sequence[tuple[Leaf, Any]], sums: Sequence[np.ndarray]) -> s
     rows = []
     for (leaf, x), leaf_sums in zip(leaves, sums):
         for i, row in enumerate(np.asarray(leaf_sums)):
-            layer = i if leaf.stacked else -1 if leaf.layer is None else leaf.layer
+            layer = -1 if (at := leaf.at(i)) is None else at
             rows.append(f"{leaf.canonical} {layer} {x.dtype} {' '.join(f'{v:08x}' for v in row)}")
     return hashlib.sha256("\n".join(sorted(rows)).encode()).hexdigest()[:32]
 

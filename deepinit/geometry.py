@@ -73,7 +73,8 @@ class Geometry:
     """The sizes of a transformer stack.
 
     `stack` says which stack of an encoder-decoder this is; then `encoder_layers` and `decoder_layers` give both depths.
-    A `parallel` block adds attention and MLP in one residual addition.
+    A `parallel` block adds attention and MLP in one residual addition. With `num_experts`, `routed` says which layers
+    have a mixture of experts in the place of their MLP: all of them, unless `moe_every` or `first_dense` say otherwise.
     """
 
     num_layers: int
@@ -87,6 +88,10 @@ class Geometry:
     """Width of a head; 0 means d_model / num_heads."""
     max_seq_len: int = 1024
     num_experts: int = 0
+    moe_every: int = 1
+    """With n, layer i (0-based) is routed where (i + 1) % n == 0: Qwen's decoder_sparse_step."""
+    first_dense: int = 0
+    """The first layers that are dense whatever `moe_every` says: DeepSeek's first_k_dense_replace."""
     mlp: str = "swiglu"
     tied_embeddings: bool = False
     parallel: bool = False
@@ -95,10 +100,10 @@ class Geometry:
     decoder_layers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_seq_len"):
+        for name in ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_seq_len", "moe_every"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"model.{name}: {value} is not a positive number")
-        for name in ("num_kv_heads", "head_dim", "num_experts", "encoder_layers", "decoder_layers"):
+        for name in ("num_kv_heads", "head_dim", "num_experts", "first_dense", "encoder_layers", "decoder_layers"):
             if (value := getattr(self, name)) < 0:
                 raise ConfigError(f"model.{name}: {value} is negative")
         if self.mlp not in MLP_KINDS:
@@ -121,6 +126,21 @@ class Geometry:
             )
         if self.stack != "single" and not (self.encoder_layers and self.decoder_layers):
             raise ConfigError(f"model.stack: {self.stack!r} needs encoder_layers and decoder_layers")
+        self.check_routed()
+
+    def check_routed(self) -> None:
+        """Refuse a choice of routed layers that leaves none, or that chooses where there are no experts."""
+        n, first, depth = self.moe_every, self.first_dense, self.num_layers
+        for name, value, none in (("moe_every", n, 1), ("first_dense", first, 0)):
+            if value != none and not self.num_experts:
+                raise ConfigError(f"model.{name}: {value} needs model.num_experts; nearest: {none}")
+        if n > depth:
+            raise ConfigError(f"model.moe_every: {n} leaves no routed layer of num_layers {depth}; nearest: {depth}")
+        if first > (last := depth // n * n - 1):
+            beside = f" with moe_every {n}" if n > 1 else ""
+            raise ConfigError(
+                f"model.first_dense: {first} leaves no routed layer of num_layers {depth}{beside}; nearest: {last}"
+            )
 
     def replace(self, **changes: object) -> Geometry:
         """The same geometry with other sizes."""
@@ -130,6 +150,20 @@ class Geometry:
     def gated(self) -> bool:
         """Whether the MLP has a gate matrix."""
         return self.mlp in ("swiglu", "geglu")
+
+    def routed(self, layer: int) -> bool:
+        """Whether this layer (0-based) has a mixture of experts in the place of its MLP."""
+        return self.num_experts > 0 and layer >= self.first_dense and (layer + 1) % self.moe_every == 0
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """The layers that have a mixture of experts."""
+        return tuple(layer for layer in range(self.num_layers) if self.routed(layer))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some layers are routed and some are dense."""
+        return 0 < len(self.routed_layers) < self.num_layers
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -202,10 +236,11 @@ class Geometry:
             return 1
         if role not in self.roles or (role in GATES and not self.gated):
             return 0
-        if self.num_experts and role in (Role.MLP_GATE, Role.MLP_UP, Role.MLP_DOWN):
-            return 0
-        if role in EXPERTS and role is not Role.ROUTER:
-            return self.num_layers * self.num_experts
+        routed = len(self.routed_layers)
+        if role in (Role.MLP_GATE, Role.MLP_UP, Role.MLP_DOWN):
+            return self.num_layers - routed
+        if role in EXPERTS:
+            return routed if role is Role.ROUTER else routed * self.num_experts
         return self.num_layers
 
     @property

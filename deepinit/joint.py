@@ -103,7 +103,7 @@ def complaints(views: Sequence[View], arrays: Sequence[Any], recipe: Recipe) -> 
     mean square, and how far left and right point the same way, are those of a Z + b I, to a tenth.
     """
     g = recipe.geometry
-    places = {(v.leaf.role, v.leaf.canonical.rpartition("/")[0], v.leaf.layer): i for i, v in enumerate(views)}
+    places = {(v.leaf.role, v.leaf.canonical.rpartition("/")[0], v.layer(0)): i for i, v in enumerate(views)}
     found: dict[int, list[str]] = {}
     for (role, parent, layer), i in places.items():
         law = recipe.weights.get(role) if role else None

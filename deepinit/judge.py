@@ -94,7 +94,7 @@ class Judge:
             found = Finding(0.0, "finite", "(given by the caller)" if finite else "not finite")
             return [make(None, found, law, everything)]
         depth = len(law.parameter) if isinstance(law.parameter, tuple) else 0
-        if depth and (view.layers if leaf.stacked else (leaf.layer or 0) + 1) > depth:
+        if depth and (view.layer(view.layers - 1) or 0) >= depth:
             found = Finding(math.inf, "count", f"the law has {depth} layers, the leaf more")
             return [make(None, found, law, everything)]
         total = np.asarray(m["total"], np.float64).sum(1)
@@ -107,11 +107,11 @@ class Judge:
         if index in self.replays:
             findings[0] = Finding(math.inf, "replay", self.replays[index])
         if law.layered and leaf.stacked:
-            return [make(i, f, laws[i], slice(i, i + 1)) for i, f in enumerate(findings)]
+            return [make(view.layer(i), f, laws[i], slice(i, i + 1)) for i, f in enumerate(findings)]
         worst = max(range(view.layers), key=lambda i: (bool(findings[i].reason), abs(findings[i].z)))
         found, own = findings[worst], laws[worst]
         if found.reason and found.reason[0] != "(" and leaf.stacked and found.test != "replay":
-            found = Finding(found.z, found.test, f"layer {worst}: {found.reason}")
+            found = Finding(found.z, found.test, f"layer {view.layer(worst)}: {found.reason}")
         if not found.reason and view.layers > 1 and independent(own):  # too small for one layer
             pool = Pool()
             for i in range(view.layers):

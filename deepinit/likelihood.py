@@ -136,8 +136,8 @@ def fit(recipe: Recipe, found: Sequence[Sums], fitted: bool = False) -> Fit:
         if role is None or role not in recipe.weights:
             continue
         law = recipe.law_at(leaf.canonical, role)
-        depth = len(law.parameter) if isinstance(law.parameter, tuple) else s.view.layers + (leaf.layer or 0)
-        if depth < (s.view.layers if leaf.stacked else (leaf.layer or 0) + 1):
+        depth = len(law.parameter) if isinstance(law.parameter, tuple) else math.inf
+        if (s.view.layer(s.view.layers - 1) or 0) >= depth:
             value = np.full(s.view.layers, FLOOR)
         else:
             with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -159,7 +159,7 @@ def conflicting(recipe: Recipe, found: Sequence[Sums]) -> Iterator[str]:
         yield "no learnable gates, which the tree has"
     depth = recipe.geometry.num_layers
     norms = [s.view for s in found if s.view.leaf.role is Role.NORM_SCALE and not per_head(s.view)]
-    inside = sum(v.layers for v in norms if v.leaf.stacked or v.leaf.layer is not None) / depth
+    inside = sum(v.layers for v in norms if v.layer(0) is not None) / depth
     if norms or Role.TOKEN_EMBED in present:
         accepted = {NORMS[place] for place in registry.entry(recipe.name).norms}
         if round(inside) not in accepted and not (recipe.geometry.parallel and round(inside) == 1):

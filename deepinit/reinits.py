@@ -63,7 +63,7 @@ def assembled(views: Sequence[View], recipe: Recipe, seed: int, dtypes: Mapping[
         slots[view.leaf.slot, view.canonical, view.expert, str(dtypes[view.array])].append(view)
     parts: dict[int, list[tuple[View, jax.Array]]] = defaultdict(list)
     for members in slots.values():
-        layers = [i for v in members for i in (range(v.layers) if v.leaf.stacked else [v.leaf.layer])]
+        layers = [v.layer(i) for v in members for i in range(v.layers)]
         drawn = projected(values(members[0], layers, recipe, seed, dtypes[members[0].array]), members[0], recipe)
         start = 0
         for view in members:

@@ -1,20 +1,21 @@
 """Which role a leaf has, read from the name that its module gave it.
 
 A module names a leaf by its role (`attn_q`, `norm_scale`), or by a qualifier and the role (`mlp_up_bias`): the name is
-the declaration. Leaves of a stack live under `layers` (one leading layer axis) or `layers_0`, `layers_1`, ...
+the declaration. Leaves of a stack live under `layers` (one leading layer axis), or `layers_0`, `layers_1`, ..., or, where
+not all layers are alike, under `layers_START_STEP`: the leading axis of `layers_1_2` holds layers 1, 3, 5, ...
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deepinit.geometry import EMBEDDINGS, VECTORS, Role
 
 STACK = "layers"
-_LAYER = re.compile(rf"{STACK}_(\d+)$")
+_LAYERS = re.compile(rf"{STACK}(?:_(\d+)(?:_([1-9]\d*))?)?$")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,18 @@ class Leaf:
     layer: int | None
     """Of an unrolled stack."""
     stacked: bool
-    """Whether the first axis is that of the layers."""
+    """Whether the first axis is that of layers."""
+    start: int = 0
+    step: int = 1
+    """Of a stacked leaf: its row i is layer start + step i."""
+
+    def at(self, row: int) -> int | None:
+        """The layer of a row of the first axis, or of an unrolled leaf; None outside of the stack."""
+        return self.start + self.step * row if self.stacked else self.layer
+
+    def rows(self, shape: Sequence[int]) -> tuple[int | None, ...]:
+        """The layers that an array of this shape holds, in its order: one for each row of a stacked leaf, else one."""
+        return tuple(self.at(i) for i in range(shape[0] if self.stacked else 1))
 
 
 def role_of(path: str | Iterable[Any]) -> Role | None:
@@ -56,17 +68,20 @@ def names(path: str | Iterable[Any]) -> list[str]:
 def locate(path: str | Iterable[Any]) -> Leaf:
     """What a path says of its leaf."""
     parts = names(path)
-    layer, stacked, canonical = None, False, []
+    layer, stacked, start, step, canonical = None, False, 0, 1, []
     for part in parts:
-        if match := _LAYER.match(part):
-            layer, part = int(match[1]), STACK
-        elif part == STACK:
-            stacked = True
+        if match := _LAYERS.match(part):
+            first, by = match.groups()
+            if first and not by:
+                layer = int(first)
+            else:
+                stacked, start, step = True, int(first or 0), int(by or 1)
+            part = STACK
         canonical.append(part)
     role = role_of(parts)
     stack = [p for p in canonical[:-1] if p in ("encoder", "decoder")]
     slot = "/".join([*stack, role] if parts[-1] == role and role not in VECTORS else canonical)
-    return Leaf("/".join(parts), "/".join(canonical), role, slot, layer, stacked)
+    return Leaf("/".join(parts), "/".join(canonical), role, slot, layer, stacked, start, step)
 
 
 def unboxed(tree: Any) -> Any:

@@ -127,7 +127,7 @@ def plan(model: Any, shapes: Any, seed: int, apart: Collection[str] = ()) -> tup
     groups = slots([leaf for leaf, _ in located])
     own = [i for i, (leaf, _) in enumerate(located) if leaf.role is None]
     for slot, members in groups.items():
-        check_slot(slot, [located[i][0] for i in members])
+        check_slot(slot, [located[i] for i in members])
     keys = {slot: slot_keys(seed, slot, [located[i] for i in members]) for slot, members in groups.items()}
     keys[""] = np.asarray(sampler.seed_words(seed))  # for leaves without a role
 
@@ -148,40 +148,40 @@ def plan(model: Any, shapes: Any, seed: int, apart: Collection[str] = ()) -> tup
     return draw, keys
 
 
-def check_slot(slot: str, members: list[Leaf]) -> None:
+def check_slot(slot: str, members: list[tuple[Leaf, Any]]) -> None:
     """Two leaves with one key would hold the same values."""
-    seen = {(m.layer, m.stacked) for m in members}
-    if len(seen) < len(members):
-        paths = " and ".join(m.path for m in members[:3])
+    layers = [layer for leaf, x in members for layer in leaf.rows(x.shape)]
+    if len(set(layers)) < len(layers):
+        paths = " and ".join(leaf.path for leaf, _ in members[:3])
         raise ConfigError(f"{paths} would draw from one key ({slot}): a matrix role stands once in a layer")
 
 
 def slot_keys(seed: int, slot: str, members: list[tuple[Leaf, Any]]) -> np.ndarray:
-    """Key words of a slot: (2,), or (layers, 2)."""
+    """Key words of a slot: (2,), or (layers, 2), one leaf after the other."""
     base = sampler.slot_words(seed, slot)
-    leaf, x = members[0]
-    if leaf.stacked:
-        layers = np.arange(x.shape[0], dtype=np.uint32)
-    elif leaf.layer is not None:
-        layers = np.asarray([m.layer for m, _ in members], np.uint32)
-    else:
+    layers = [layer for leaf, x in members for layer in leaf.rows(x.shape)]
+    if layers[0] is None:
         return np.asarray(base, np.uint32)
-    return np.stack(sampler.fold(base, layers), axis=-1)
+    return np.stack(sampler.fold(base, np.asarray(layers, np.uint32)), axis=-1)
 
 
 def draw_slot(model: Any, members: list[tuple[Leaf, Any]], words: Any) -> list[Any]:
-    """The arrays of one slot: one leaf, one stacked leaf, or one leaf for every layer of an unrolled stack."""
+    """The arrays of one slot: one leaf, some stacked leaves, or one leaf for every layer of an unrolled stack."""
     leaf, x = members[0]
 
     def one(words: Any, layer: Any, shape: tuple[int, ...]) -> Any:
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         return model.closure(leaf.canonical, leaf.role, layer)(key, shape, x.dtype)
 
-    if not leaf.stacked and leaf.layer is None:
+    def drawn(words: Any, layers: Any, shape: tuple[int, ...]) -> Any:
+        return jax.vmap(lambda w, layer: one(w, layer, shape))(words, jnp.asarray(layers, jnp.int32))
+
+    rows = [leaf.rows(x.shape) for leaf, x in members]
+    if rows[0][0] is None:
         return [one(words, None, x.shape)]
-    if leaf.stacked:
-        layers, shape = np.arange(x.shape[0]), x.shape[1:]
-    else:
-        layers, shape = np.asarray([m.layer for m, _ in members]), x.shape
-    stack = jax.vmap(lambda w, layer: one(w, layer, shape))(words, jnp.asarray(layers, jnp.int32))
-    return [stack] if leaf.stacked else [stack[i] for i in range(len(members))]
+    if not leaf.stacked:  # all at once, then taken apart
+        stack = drawn(words, [layer for (layer,) in rows], x.shape)
+        return [stack[i] for i in range(len(members))]
+    ends = np.cumsum([len(layers) for layers in rows])
+    parts = zip(rows, ends, (x.shape[1:] for _, x in members))
+    return [drawn(words[end - len(layers) : end], layers, shape) for layers, end, shape in parts]

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from deepinit import roles
+from deepinit import roles, stacks
 from deepinit.deviations import std_deviation
 from deepinit.errors import unknown
-from deepinit.geometry import UPS, Role
+from deepinit.geometry import UPS, Geometry, Role
 from deepinit.interop import trees
 from deepinit.laws import Constant
 from deepinit.recipe import Recipe
@@ -34,6 +34,8 @@ ALARM = 2.0
 """Nats above ln V from which on the first loss is called unsafe, if they are more than half of ln V."""
 ATTENTION = (Role.ATTN_Q, Role.ATTN_K, Role.ATTN_V, Role.ATTN_OUT)
 MLP = (Role.MLP_GATE, Role.MLP_UP, Role.MLP_DOWN)
+ByLayer = dict[int | None, bool]
+"""Layer -> a flag, of the layers that have the leaf; None -> the one flag of a leaf outside of the stack."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,12 @@ class Pass:
 
     recipe: Recipe
     model: Any
-    moved: Mapping[str, np.ndarray]
-    """Path -> (layers,) or (), whether a leaf has a gradient."""
-    zero: Mapping[str, np.ndarray]
-    """Path -> (layers,) or (), whether a leaf is all zero."""
+    moved: Mapping[str, ByLayer]
+    """Canonical path -> whether a leaf has a gradient."""
+    zero: Mapping[str, ByLayer]
+    """Canonical path -> whether a leaf is all zero."""
     stats: Mapping[str, np.ndarray]
+    """Canonical path -> (layers,), or () outside of the stack."""
     tokens: int
     """Distinct ones."""
     loss: float
@@ -111,16 +114,15 @@ def run(model: Any, recipe: Recipe, params: Any) -> Pass:
     tokens = np.resize(order, (batch, time)).astype(np.int32)
     targets = np.resize(order[::-1], (batch, time)).astype(np.int32)
     tree = nested(params)
-    numbers = compiled(model.clone(scan=True, dropout=0.0), g.num_layers, layout(tree))
+    numbers = compiled(model.clone(scan=True, dropout=0.0), layout(tree, g))
     with jax.numpy_dtype_promotion("standard"):  # jax's own backward pass of attention mixes bfloat16 with float32
         got = jax.device_get(numbers(tree, tokens, targets))
-    stats = {roles.joined(path): np.asarray(x) for path, x in roles.flat(got["stats"])}
     return Pass(
         recipe=recipe,
         model=model,
-        moved=got["moved"],
-        zero=got["zero"],
-        stats=stats,
+        moved=by_layer(got["moved"]),
+        zero=by_layer(got["zero"]),
+        stats={path: np.asarray(x) for path, x in stacks.layered(got["stats"]).items()},
         tokens=len(np.unique(tokens)),
         loss=float(got["loss"]),
         uniform=float(got["uniform"]),
@@ -142,21 +144,31 @@ def nested(params: Any) -> Any:
     return out
 
 
-def layout(params: Any) -> tuple[tuple[str, NamedSharding], ...]:
-    """Path -> how a leaf of the scanned stack lies on the mesh, as its layers do."""
+def layout(params: Any, g: Geometry) -> tuple[tuple[str, NamedSharding], ...]:
+    """Path -> how a leaf of the scanned model lies on the mesh, as its layers do."""
+    firsts = {f"{roles.STACK}_{layers[0]}": name for name, layers in stacks.named(g).items()}
     found = {}
     for path, x in trees.flat(params):
         first, _, rest = path.partition("/")
         if isinstance(own := getattr(x, "sharding", None), NamedSharding):
-            if first == f"{roles.STACK}_0":
-                found[f"{roles.STACK}/{rest}"] = NamedSharding(own.mesh, PartitionSpec(None, *own.spec))
-            elif not first.startswith(f"{roles.STACK}_"):
+            if roles.locate(path).layer is None:
                 found[path] = own
+            elif first in firsts:
+                found[f"{firsts[first]}/{rest}"] = NamedSharding(own.mesh, PartitionSpec(None, *own.spec))
     return tuple(found.items())
 
 
+def by_layer(flags: Mapping[str, np.ndarray]) -> dict[str, ByLayer]:
+    """Canonical path -> layer -> flag."""
+    found: dict[str, ByLayer] = {}
+    for path, flag in flags.items():
+        leaf = roles.locate(path)
+        found.setdefault(leaf.canonical, {}).update(zip(leaf.rows(np.shape(flag)), np.atleast_1d(flag).tolist()))
+    return {path: dict(sorted(of.items(), key=lambda item: item[0] or 0)) for path, of in found.items()}
+
+
 @functools.cache
-def compiled(model: Any, num_layers: int, layout: tuple[tuple[str, NamedSharding], ...] = ()) -> Any:
+def compiled(model: Any, layout: tuple[tuple[str, NamedSharding], ...] = ()) -> Any:
     """(params, tokens, targets) -> the numbers of a pass, all small."""
     g, shards = model.geometry, dict(layout)
 
@@ -164,13 +176,6 @@ def compiled(model: Any, num_layers: int, layout: tuple[tuple[str, NamedSharding
         """A gradient in the shards of its leaf: else every device would hold all of it."""
         own = shards.get(roles.joined(roles.names(path)))
         return grad if own is None else jax.lax.with_sharding_constraint(grad, own)
-
-    def scanned(params: Any) -> Any:
-        if f"{roles.STACK}_0" not in params:
-            return params
-        layers = [params[f"{roles.STACK}_{i}"] for i in range(num_layers)]
-        rest = {k: v for k, v in params.items() if not k.startswith(f"{roles.STACK}_")}
-        return rest | {roles.STACK: jax.tree.map(lambda *xs: jnp.stack(xs), *layers)}
 
     def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> Any:
         logits, kept = model.apply({"params": params}, tokens, mutable=["stats"])
@@ -189,7 +194,7 @@ def compiled(model: Any, num_layers: int, layout: tuple[tuple[str, NamedSharding
         return jnp.mean(top - picked), facts
 
     def numbers(params: Any, tokens: jax.Array, targets: jax.Array) -> Any:
-        params = scanned(params)
+        params = stacks.scanned(params, g, jnp.stack)
         (value, facts), grads = jax.value_and_grad(loss, has_aux=True)(params, tokens, targets)
         grads = jax.tree.map_with_path(held, grads)
         used = jnp.zeros((model.vocab_padded,), bool).at[tokens].set(True)
@@ -243,37 +248,42 @@ def waits_for(path: str, zero: Mapping[str, bool]) -> list[str]:
     return [f for f in sorted(factors - {name}) if zero.get(f)]
 
 
-def zeros_at(seen: Pass, path: str, layer: int) -> dict[str, bool]:
+def zeros_at(seen: Pass, path: str, layer: int | None) -> dict[str, bool]:
     """Role -> whether it is all zero, of the branch and the layer of a leaf."""
     found: dict[str, bool] = {}
-    for other, flag in seen.zero.items():
+    for other, flags in seen.zero.items():
         name, same = other.rpartition("/")[2], branch_of(other)
-        if same and set(same) & set(branch_of(path)):
-            found[name] = found.get(name, False) or bool(np.atleast_1d(flag)[layer if np.ndim(flag) else 0])
+        at = None if None in flags else layer
+        if same and set(same) & set(branch_of(path)) and at in flags:
+            found[name] = found.get(name, False) or flags[at]
     return found
 
 
 def gradients(seen: Pass) -> Iterator[Row]:
     """Which matrices and gates move at step 0: all but those that wait for one zero factor; two wait for ever."""
-    head = seen.zero.get("lm_head")
-    blocked = head is not None and bool(head)
+    blocked = head_is_zero(seen)
     waiting = count = 0
-    for path, flag in seen.moved.items():
+    for path, flags in seen.moved.items():
         if not branch_of(path):
             continue
-        for layer, moves in enumerate(np.atleast_1d(flag)):
+        for layer, moves in flags.items():
             count += 1
             zero = zeros_at(seen, path, layer)
             others, name = waits_for(path, zero), path.rpartition("/")[2]
-            where: dict[str, Any] = {"path": path, "layer": layer if np.ndim(flag) else None}
-            if zero.get(name) and others and np.atleast_1d(seen.zero[path])[layer if np.ndim(flag) else 0]:
+            where: dict[str, Any] = {"path": path, "layer": layer}
+            if zero.get(name) and others and seen.zero[path][layer]:
                 said = f"{name} and {' and '.join(others)} are zero in one branch: neither will ever have a gradient"
                 yield whole(name, "gradient", said, **where)
-            elif bool(moves) == bool(others or blocked):
+            elif moves == bool(others or blocked):
                 why = f"although {' and '.join(others) or 'lm_head'} is zero" if moves else "at step 0"
                 yield whole(name, "gradient", f"has {'a' if moves else 'no'} gradient {why}", **where)
             waiting += not moves
     yield holds("gradient", f"{count - waiting} of {count} matrices and gates have a gradient at step 0", n=count)
+
+
+def head_is_zero(seen: Pass) -> bool:
+    """Whether an untied head is all zero, so that nothing below it has a gradient."""
+    return seen.zero.get("lm_head", {None: False})[None]
 
 
 def starts_as_identity(recipe: Recipe) -> bool:
@@ -342,7 +352,7 @@ def embedding(seen: Pass) -> Iterator[Row]:
 def tables(seen: Pass) -> Iterator[Row]:
     """Padded rows are masked and still; a tied table is moved by both of its uses, an untied one by its own."""
     tied = seen.recipe.geometry.tied_embeddings
-    blocked = bool(seen.zero.get("lm_head", False))
+    blocked = head_is_zero(seen)
     wanted = {"pads are masked": True, "pads have no gradient": True}
     if not blocked:
         wanted["a token that is not there moves the head"] = True

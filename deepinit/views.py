@@ -82,7 +82,7 @@ class View:
 
     def layer(self, i: int) -> int | None:
         """The layer of the i-th row of `take`; None outside of the stack."""
-        return i if self.leaf.stacked else self.leaf.layer
+        return self.leaf.at(i)
 
     def take(self, x: Any) -> Any:
         """(layers, *canonical), from the stored array; works for jax and numpy."""

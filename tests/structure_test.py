@@ -50,13 +50,13 @@ def test_no_device_holds_the_whole_gradient(scan):
         batch = jax.ShapeDtypeStruct((8, 16), jnp.int32)
 
         def temporaries(layout):
-            run = structure.compiled(model.clone(scan=True), g.num_layers, layout)
+            run = structure.compiled(model.clone(scan=True), layout)
             return run.lower(params, batch, batch).compile().memory_analysis().temp_size_in_bytes
 
-        layers = [x for path, x in structure.layout(params) if path.startswith("layers/")]
+        layers = [x for path, x in structure.layout(params, g) if path.startswith("layers/")]
         assert layers
         assert all(x.spec[0] is None for x in layers)  # the axis of the layers is not split
-        assert temporaries(structure.layout(params)) < 0.6 * temporaries(())
+        assert temporaries(structure.layout(params, g)) < 0.6 * temporaries(())
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,13 @@ SIZES = {
     "d_ff": ("intermediate_size", "n_inner"),
     "vocab_size": ("vocab_size",),
     "max_seq_len": ("max_position_embeddings", "n_positions"),
-    "num_experts": ("num_local_experts", "num_experts"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "moe_every": ("decoder_sparse_step", "interleave_moe_layer_step"),
+    "first_dense": ("first_k_dense_replace",),
     "tied_embeddings": ("tie_word_embeddings",),
 }
+
+ROUTED = ("moe_every", "first_dense")
 
 
 def library() -> Any:
@@ -85,7 +89,11 @@ def write(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) ->
 
 
 def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a Geometry that a config.json states."""
+    """The fields of a Geometry that a config.json states.
+
+    Raises:
+      ConfigError: routed layers that moe_every and first_dense cannot say.
+    """
     config = config.get("text_config", config)
     found: dict[str, Any] = {}
     for field, names in SIZES.items():
@@ -93,4 +101,12 @@ def sizes(config: Mapping[str, Any]) -> dict[str, Any]:
             if config.get(name) is not None:
                 found[field] = config[name]
                 break
+    if not found.get("num_experts"):  # of a dense model, they say nothing
+        return {k: v for k, v in found.items() if k not in ROUTED}
+    if dense := config.get("mlp_only_layers"):
+        if sorted(dense) != list(range(len(dense))):
+            raise ConfigError(f"mlp_only_layers: {dense} are dense; only the first layers can be: model.first_dense")
+        found["first_dense"] = len(dense)
+    if (every := config.get("moe_layer_freq", 1)) != 1:  # the first of every so many, not the last
+        raise ConfigError(f"moe_layer_freq: {every} is another rule than that of model.moe_every; only 1 is known")
     return found

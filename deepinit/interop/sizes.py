@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepinit.errors import ConfigError
@@ -13,6 +13,8 @@ from deepinit.interop import trees
 from deepinit.interop.tables import OWN
 from deepinit.interop.trees import Table
 from deepinit.roles import locate
+
+Layers = frozenset[int]
 
 HEAD = 64
 """Width of a head where the tree does not show it: GPT-2's, and that of most models of its size."""
@@ -52,11 +54,12 @@ def geometry_of(params: Any, table: Any = None, given: Mapping[str, Any] | None 
     return Geometry(**{k: v for k, v in known.items() if k in fields}), assumed
 
 
-def by_role(params: Any, table: Table) -> dict[Role, tuple[dict[str, list[int]], int]]:
-    """Role -> (sizes by axis letter, layers seen so far)."""
-    found: dict[Role, tuple[dict[str, list[int]], int]] = {}
+def by_role(params: Any, table: Table) -> dict[Role, tuple[dict[str, list[int]], Layers]]:
+    """Role -> (sizes by axis letter, the layers that have it)."""
+    found: dict[Role, tuple[dict[str, list[int]], Layers]] = {}
     for path, x in trees.flat(params):
         path = path.replace(".", "/")
+        leaf = locate(path)
         rule = table.rule(path)
         if rule is None or not rule.roles or not rule.axes:
             continue
@@ -72,18 +75,19 @@ def by_role(params: Any, table: Table) -> dict[Role, tuple[dict[str, list[int]],
         if len(rule.roles) > 1 and "S" not in axes:
             sizes["o"][0] //= len(rule.roles)
         layer = trees.number(table.layer, path)
-        depth = sizes.get("L", [0])[0] or (0 if layer is None else layer + 1)
+        here = range(leaf.start, leaf.start + leaf.step * sizes["L"][0], leaf.step) if "L" in sizes else [layer]
         for role in rule.roles:
-            seen = found.get(role, ({}, 0))[1]
+            before, layers = found.get(role, ({}, frozenset()))
             if expert is not None:
-                sizes["E"] = [max(expert + 1, *found.get(role, ({}, 0))[0].get("E", [0]), 0)]
-            found[role] = (sizes, max(seen, depth))
+                sizes["E"] = [max(expert + 1, *before.get("E", [0]), 0)]
+            found[role] = (sizes, layers | {i for i in here if i is not None})
     return found
 
 
-def read_off(shapes: Mapping[Role, tuple[dict[str, list[int]], int]]) -> dict[str, Any]:
-    """What the shapes of the matrices say of the sizes."""
-    known: dict[str, Any] = {"num_layers": max((depth for _, depth in shapes.values()), default=0) or None}
+def read_off(shapes: Mapping[Role, tuple[dict[str, list[int]], Layers]]) -> dict[str, Any]:
+    """What the shapes of the matrices say of the sizes, and which layers are routed."""
+    depth = max((max(layers) + 1 for _, layers in shapes.values() if layers), default=0)
+    known: dict[str, Any] = {"num_layers": depth or None}
     if Role.TOKEN_EMBED in shapes:
         sizes = shapes[Role.TOKEN_EMBED][0]
         known |= {"vocab_size": math.prod(sizes["i"]), "d_model": math.prod(sizes["o"])}
@@ -104,6 +108,22 @@ def read_off(shapes: Mapping[Role, tuple[dict[str, list[int]], int]]) -> dict[st
             known["d_ff"] = math.prod(shapes[role][0]["o"])
     if Role.EXPERT_UP in shapes:
         known["num_experts"] = shapes[Role.EXPERT_UP][0]["E"][0]
+        if routed := sorted(shapes[Role.EXPERT_UP][1]):
+            known |= rule_of(routed, depth)
     gated = Role.MLP_GATE in shapes or Role.EXPERT_GATE in shapes
     known |= {"mlp": "swiglu" if gated else "gelu", "tied_embeddings": Role.LM_HEAD not in shapes}
     return {k: v for k, v in known.items() if v is not None}
+
+
+def rule_of(routed: Sequence[int], depth: int) -> dict[str, int]:
+    """`moe_every` and the least `first_dense` by which these layers, and no others of so many, are routed.
+
+    Raises:
+      ConfigError: there are none such.
+    """
+    for every in range(1, depth + 1):
+        chosen = [i for i in range(depth) if (i + 1) % every == 0]
+        before = len(chosen) - len(routed)
+        if before >= 0 and chosen[before:] == list(routed):
+            return {"moe_every": every, "first_dense": chosen[before - 1] + 1 if before else 0}
+    raise ConfigError(f"model.moe_every: layers {list(routed)} of {depth} are routed, which no moe_every says")

@@ -20,6 +20,9 @@ from deepinit.sharding import constrain
 class Block(Part):
     """x -> x with one residual addition for each branch, or one for both where the geometry is `parallel`."""
 
+    routed: bool | None = None
+    """Whether the MLP is a mixture of experts; None: wherever the geometry has experts."""
+
     @linen.compact
     def __call__(
         self,
@@ -37,7 +40,8 @@ class Block(Part):
         x_BTD, middle_BTD = stream if isinstance(stream, tuple) else (stream, None)
         x_BTD = self.head(x_BTD, x0_BTD, layer)
         attention = Attention(**self.shared(), name="attention")
-        mlp = (Moe if self.routed else Mlp)(**self.shared(), name="mlp")
+        routed = self.geometry.num_experts > 0 if self.routed is None else self.routed
+        mlp = (Moe if routed else Mlp)(**self.shared(), name="mlp")
         branches = {
             "attn": lambda h: attention(h, mask_BT, layer, values_BTF),
             "mlp": lambda h: mlp(h, layer),

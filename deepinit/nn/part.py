@@ -177,11 +177,6 @@ class Part(linen.Module):
         factor = self.factor(name)
         return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
-    @property
-    def routed(self) -> bool:
-        """Whether the MLP is a mixture of experts."""
-        return self.geometry.num_experts > 0
-
     def shifted(self, x: jax.Array, place: str, layer: Any) -> jax.Array:
         """x plus a learnable scalar, where the residual rule has them (Fixup)."""
         if not self.residual.shift:

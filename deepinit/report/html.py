@@ -109,7 +109,8 @@ def sizes(recipe: Recipe) -> str:
     """The sizes in a line."""
     g = recipe.geometry
     kind = ", parallel" if g.parallel else ""
-    experts = f", {g.num_experts} experts" if g.num_experts else ""
+    some = f" in {len(g.routed_layers)} of the layers" if g.mixed else ""
+    experts = f", {g.num_experts} experts{some}" if g.num_experts else ""
     return (
         f"{g.num_layers} layers, d_model {g.d_model}, {g.num_heads} heads ({g.num_kv_heads} kv) of {g.head_dim}, "
         f"{g.mlp} {g.d_ff}{experts}{kind}, vocabulary {g.vocab_size}"

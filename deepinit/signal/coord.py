@@ -20,14 +20,14 @@ import numpy as np
 import optax
 from scipy.special import stdtr, stdtrit
 
-from deepinit import roles, sharded_init
+from deepinit import roles, sharded_init, stacks
 from deepinit.geometry import Role
 from deepinit.nn import Decoder
 from deepinit.nn.losses import cross_entropy
 from deepinit.nn.stats import COLLECTION, STREAM, mean_square
 from deepinit.recipe import Recipe
 from deepinit.signal.grid import Grid
-from deepinit.signal.probe import key, layered, pushforward
+from deepinit.signal.probe import key, pushforward
 from deepinit.train import optimizer
 from deepinit.train.config import OptimizerConfig
 
@@ -182,9 +182,9 @@ def mean_loss(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
 def observe(model: Any, params: Any, inputs: jax.Array) -> dict[str, jax.Array]:
     """The stream at three heights, the logits, and the size of attention's logits."""
     logits, kept = model.apply({"params": params}, inputs, mutable=[COLLECTION, STREAM])
-    stream = kept[STREAM]["layers"]["x"]
+    stream = stacks.layered(kept[STREAM])["layers/x"]
     layers = len(stream)
-    spread = layered(kept[COLLECTION], layers)["attention"]["scores"]
+    spread = stacks.layered(kept[COLLECTION])["layers/attention/scores"]
     heights = dict(zip(PLACES, (stream[0], stream[(layers - 1) // 2], stream[-1])))
     return {**heights, "logits": logits, "scores": jnp.sqrt(jnp.mean(spread))}
 
@@ -192,7 +192,7 @@ def observe(model: Any, params: Any, inputs: jax.Array) -> dict[str, jax.Array]:
 def outputs(model: Any, params: Any, inputs: jax.Array) -> dict[str, jax.Array]:
     """The last stream and the logits."""
     logits, kept = model.apply({"params": params}, inputs, mutable=[STREAM])
-    return {"last": kept[STREAM]["layers"]["x"][-1], "logits": logits}
+    return {"last": stacks.layered(kept[STREAM])["layers/x"][-1], "logits": logits}
 
 
 def sizes_of(seen: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -95,7 +95,7 @@ class Branches:
         self.table = np.zeros(g.num_layers)  # variance of the values that a token's own table adds
         if self.options.value_embed:
             self.table[(g.num_layers - 1) % 2 :: 2] = float(mean_square(forward.recipe.weights["value_token_embed"]))
-        self.same = same
+        self.same, self.routed = same, forward.routed
 
     def normed_scores(self) -> Array | None:
         """(L,): variance of a logit where queries and keys have a fixed size; None where the input sets it."""
@@ -142,7 +142,7 @@ class Branches:
         y = gram.mlp(z, g.mlp, gains["mlp_gate"][layer], gains["mlp_up"][layer], centered)
         if a.norm == "sub":
             y = gram.normalized(y, self.options.norm_eps) * self.inner["mlp"][layer]
-        if g.num_experts:
+        if self.routed[layer]:
             y = gram.routed(z, y, g.num_experts, self.options.experts_per_token, gains["router"][layer])
         return y * gains["mlp_down"][layer], gram.power(y)
 

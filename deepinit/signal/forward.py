@@ -171,14 +171,26 @@ class Forward:
         return mean_square(self.recipe.weights[role])
 
     def gain(self, role: str) -> Array:
-        """(L,): fan_in E w^2 factor^2, by which a matrix multiplies a mean square."""
+        """(L,): fan_in E w^2 factor^2, by which a matrix multiplies a mean square; in a routed layer an expert's."""
         g = self.recipe.geometry
-        if g.num_experts and role.startswith("mlp"):
-            role = role.replace("mlp", "expert")
+        if role.startswith("mlp") and g.num_experts:
+            expert = self.gain(role.replace("mlp", "expert"))
+            return np.where(self.routed, expert, self.own_gain(role)) if g.mixed else expert
+        return self.own_gain(role)
+
+    def own_gain(self, role: str) -> Array:
+        """`gain` of the matrices of this very role."""
+        g = self.recipe.geometry
         square = self.mean_square(role) * self.recipe.multipliers.get(role, 1.0) ** 2
         if role.endswith(("_gate", "_up")):
             square = square * self.place_gain("s_uv")
         return np.broadcast_to(g.fan_in(role) * square, g.num_layers)
+
+    @property
+    def routed(self) -> Array:
+        """(L,): whether a layer has a mixture of experts in the place of its MLP."""
+        g = self.recipe.geometry
+        return np.array([g.routed(layer) for layer in range(g.num_layers)])
 
     def norm_gain(self, path: str) -> Array:
         """(L,): squared gain of the norm at this path; of `final_norm`, the same number L times."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from deepinit import roles
+from deepinit import roles, stacks
 from deepinit.geometry import VECTORS, Role
 from deepinit.nn.losses import cross_entropy
 from deepinit.nn.stats import COLLECTION, TAPS
@@ -72,7 +72,7 @@ def measure(model: Any, params: Any, tokens: jax.Array, update: Any, rates: Any,
         "loss": loss,
         "stats": seen["stats"],
         "logits": seen["logits"],
-        "gradient2": by_layer(tapped, model.geometry.num_layers),
+        "gradient2": by_layer(tapped),
         "weight2": by_role(params, square),
         "role_gradient2": by_role(grads, square),
         "zero": by_role(grads, lambda g: (g == 0).astype(jnp.float32)),
@@ -100,16 +100,18 @@ def observed_loss(model: Any, params: Any, taps: Any, tokens: jax.Array) -> tupl
 
 def taps_of(model: Any) -> dict[str, Any]:
     """Zeros that make every layer of the model, and its stack's input, tell the gradient that passes."""
-    zero, layers = jnp.zeros(()), model.geometry.num_layers
+    g, zero = model.geometry, jnp.zeros(())
     if model.scan:
-        return {"gradient": zero, STACK: {"gradient": jnp.zeros(layers)}}
-    return {"gradient": zero, **{f"{STACK}_{i}": {"gradient": zero} for i in range(layers)}}
+        inside = {name: {"gradient": jnp.zeros(len(layers))} for name, layers in stacks.named(g).items()}
+    else:
+        inside = {f"{STACK}_{i}": {"gradient": zero} for i in range(g.num_layers)}
+    return {"gradient": zero, **inside}
 
 
-def by_layer(taps: Mapping[str, Any], layers: int) -> jax.Array:
+def by_layer(taps: Mapping[str, Any]) -> jax.Array:
     """(L + 1,) from the tree of taps."""
-    stack = taps[STACK]["gradient"] if STACK in taps else [taps[f"{STACK}_{i}"]["gradient"] for i in range(layers)]
-    return jnp.concatenate([jnp.asarray(taps["gradient"])[None], jnp.asarray(stack)])
+    found = stacks.layered(taps)
+    return jnp.concatenate([found["gradient"][None], found[f"{STACK}/gradient"]])
 
 
 # --- sums by role ------------------------------------------------------------------------------------------------
@@ -124,42 +126,38 @@ def key(leaf: Leaf) -> str:
     """What a leaf is counted under: its role; a vector outside the stack, by module; without a role, its path."""
     if leaf.role is None:
         return leaf.canonical
-    inside = leaf.canonical.startswith(f"{STACK}/")
-    return str(leaf.role) if inside or leaf.role not in VECTORS else "/".join(leaf.canonical.split("/")[-2:])
+    return str(leaf.role) if inside(leaf.canonical) or leaf.role not in VECTORS else "/".join(leaf.canonical.split("/")[-2:])
 
 
 def by_role(tree: Any, f: Callable[[jax.Array], jax.Array]) -> ByRole:
-    """Sums of f over the entries of each role, (L,) inside the stack, (1,) outside."""
-    sums: ByRole = {}
-    unrolled: dict[str, dict[int, jax.Array]] = {}
+    """Sums of f over the entries of each role, (layers that have it,) inside the stack, (1,) outside."""
+    sums: dict[str, dict[str, tuple[Leaf, jax.Array]]] = {}
     for leaf, x in roles.leaves(tree):
-        if leaf.layer is not None:
-            row = unrolled.setdefault(key(leaf), {})
-            row[leaf.layer] = row.get(leaf.layer, jnp.zeros(())) + jnp.sum(f(x))
-            continue
-        total = jnp.sum(f(x), axis=tuple(range(1, x.ndim))) if leaf.stacked else jnp.sum(f(x))[None]
-        sums[key(leaf)] = sums.get(key(leaf), jnp.zeros(())) + total
-    return sums | {k: jnp.stack([row[i] for i in sorted(row)]) for k, row in unrolled.items()}
+        total = jnp.sum(f(x), axis=tuple(range(int(leaf.stacked), x.ndim)))
+        stacks_of = sums.setdefault(key(leaf), {})
+        name = leaf.path.partition("/")[0] if leaf.at(0) is not None else ""  # one stack, or one unrolled layer
+        stacks_of[name] = leaf, (stacks_of[name][1] if name in stacks_of else jnp.zeros(())) + total
+    return {k: stacks.in_order(list(of.values())) for k, of in sums.items()}
 
 
 def sizes(tree: Any) -> dict[str, int]:
-    """Entries that each role has in one layer."""
-    counts: dict[str, list[int]] = {}
+    """Entries that each role has in a layer that has it."""
+    counts: dict[str, dict[str, int]] = {}
     for leaf, x in roles.leaves(tree):
-        count = int(np.prod(x.shape[1:])) if leaf.stacked else int(x.size)
-        counts.setdefault(key(leaf), []).append(count if not leaf.layer else 0)  # of an unrolled stack, layer 0 counts
-    return {k: sum(v) for k, v in counts.items()}
+        counts.setdefault(key(leaf), {})[leaf.canonical] = int(np.prod(x.shape[int(leaf.stacked) :]))
+    return {k: sum(v.values()) for k, v in counts.items()}
 
 
 def gates(params: Any) -> dict[str, jax.Array]:
     """Mean absolute value of every learnable factor, by canonical path and layer."""
-    found: dict[str, list[jax.Array]] = {}
-    for leaf, x in roles.leaves(params):
-        if leaf.role in FACTORS:
-            size = jnp.abs(x.astype(jnp.float32))
-            rows = size.reshape(x.shape[0], -1).mean(1) if leaf.stacked else size.mean()[None]
-            found.setdefault(leaf.canonical, []).append(rows)
-    return {path: jnp.concatenate(rows) for path, rows in found.items()}
+    found = {path: x for path, x in stacks.layered(params).items() if roles.role_of(path) in FACTORS}
+    return {path: jnp.abs(x.astype(jnp.float32)).reshape(len(x) if inside(path) else 1, -1).mean(1)
+            for path, x in found.items()}  # fmt: skip
+
+
+def inside(canonical: str) -> bool:
+    """Whether a leaf is one of a layer's."""
+    return canonical.startswith(f"{STACK}/")
 
 
 def effect_by_role(model: Any, params: Any, step: Any, tokens: jax.Array) -> ByRole:
@@ -194,9 +192,8 @@ def pushforward(f: Callable[[Any], Any], at: Any) -> Callable[[Any], Any]:
 
 def collect(found: Mapping[str, Any], params: Any, recipe: Recipe, shape: tuple[int, ...], seconds: float) -> Measured:
     """The numbers of a pass as a `Measured`."""
-    layers = layered(found["stats"], recipe.geometry.num_layers)
-    names = recipe.geometry.additions
-    branch = np.stack([layers[f"{kind}_residual"]["branch_ms"] for kind in names], 1).ravel()
+    stats, names = stacks.layered(found["stats"]), recipe.geometry.additions
+    branch = np.stack([stats[f"{STACK}/{kind}_residual/branch_ms"] for kind in names], 1).ravel()
     count = sizes(params)
     steps = {name: {k: np.asarray(v) for k, v in step.items()} for name, step in found["step2"].items()}
     signals = {}
@@ -214,17 +211,21 @@ def collect(found: Mapping[str, Any], params: Any, recipe: Recipe, shape: tuple[
                 sgd_effect=effect.get("sgd", math.nan),
                 effect=effect.get("optimizer", math.nan),
             )
-    stats = found["stats"]
+
+    def stream(what: str) -> np.ndarray:
+        """Of the stack's input, and after each addition."""
+        return np.concatenate([np.ravel(stats[f"embed_{what}"]), np.ravel(stats[f"{STACK}/stream_{what}"])])
+
     return Measured(
         scheme=recipe.name,
         layers=recipe.geometry.num_layers,
         batch=shape[0],
         seq_len=shape[1] - 1,
-        variance=np.concatenate([np.ravel(stats["embed_ms"]), np.ravel(layers["stream_ms"])]).astype(np.float64),
+        variance=stream("ms").astype(np.float64),
         branch=branch.astype(np.float64),
-        correlation=np.concatenate([np.ravel(stats["embed_corr"]), np.ravel(layers["stream_corr"])]).astype(np.float64),
-        entropy=np.ravel(layers["attention"]["entropy"]),
-        scores=np.ravel(layers["attention"]["scores"]),
+        correlation=stream("corr").astype(np.float64),
+        entropy=np.ravel(stats[f"{STACK}/attention/entropy"]),
+        scores=np.ravel(stats[f"{STACK}/attention/scores"]),
         gradient=np.sqrt(np.asarray(found["gradient2"], np.float64)),
         roles=signals,
         gates={path: np.asarray(v) for path, v in found["gates"].items()},
@@ -233,13 +234,6 @@ def collect(found: Mapping[str, Any], params: Any, recipe: Recipe, shape: tuple[
         own_logit=float(found["logits"][1]),
         seconds=seconds,
     )
-
-
-def layered(stats: Mapping[str, Any], layers: int) -> Any:
-    """What the layers kept, with a leading layer axis whether they were scanned or not."""
-    if STACK in stats:
-        return stats[STACK]
-    return jax.tree.map(lambda *xs: np.stack(xs), *(stats[f"{STACK}_{i}"] for i in range(layers)))
 
 
 def observer(model: Any, recipe: Recipe, tx: Any, mesh: Any) -> Callable[[Any, Any], Callable[[], Measured]]:

@@ -317,16 +317,16 @@ def wrong_files(folder: epath.Path) -> str:
 
 
 def survey(state: Any) -> tuple[dict[str, dict[str, list[int]]], list[str]]:
-    """(sums of every leaf's bits by stacked path and layer, paths of leaves that are not finite), on the devices."""
+    """(sums of every leaf's bits by canonical path and layer, paths of leaves that are not finite), on the devices."""
     leaves = dict(flat(state))
     stacked = tuple(roles.locate(path).stacked for path in leaves)
     arrays = list(leaves.values())
     sums, finite = jax.device_get(digests.replicated(arrays, _survey(arrays, stacked)))
     out: dict[str, dict[str, list[int]]] = {}
     for path, rows in zip(leaves, sums):
-        name, layer = transplant.stacked_form(path)
+        leaf = roles.locate(path)
         for i, row in enumerate(np.asarray(rows).tolist()):
-            out.setdefault(name, {})[str(i if layer is None else layer)] = row
+            out.setdefault(leaf.canonical, {})[str(leaf.at(i) or 0)] = row
     return out, [path for path, ok in zip(leaves, finite) if not ok]
 
 

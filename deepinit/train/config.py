@@ -46,6 +46,10 @@ class ModelConfig:
     """Longest sequence; rows of learned positions."""
     num_experts: int = 0
     """Experts of a mixture; 0: a dense MLP."""
+    moe_every: int = 1
+    """Of every so many layers the last is routed to experts, the others are dense; 1: all are routed."""
+    first_dense: int = 0
+    """So many layers at the beginning are dense in any case."""
     mlp: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"
     """Gated (swiglu, geglu) or plain MLP."""
     tied_embeddings: bool = False

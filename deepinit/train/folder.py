@@ -101,12 +101,12 @@ def compare(folder: Path, config: Config, recipe: Recipe, init: Record) -> list[
     """
     try:
         old_config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        old_recipe = json.loads((folder / "recipe.json").read_text())
+        old_recipe = plain(Recipe.from_json(json.loads((folder / "recipe.json").read_text())))  # with what is new since
         old_init = json.loads((folder / "init.json").read_text())
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, LookupError, TypeError) as e:
         raise ConfigError(f"{folder} has checkpoints, but no record of their run that can be read: {e}") from None
     changed = [d for d in differences(old_config, config.to_dict()) if d[0] not in BOOKKEEPING]
-    wrong = list(differences(old_recipe, json.loads(json.dumps(recipe.to_json()))))
+    wrong = list(differences(old_recipe, plain(recipe)))
     if wrong or old_init["digest"] != init["digest"]:
         causes = [d for d in changed if d[0].split(".")[0] in ("model", "scheme") or d[0] == "train.seed"]
         others = [("init.digest", old_init["digest"], init["digest"])]
@@ -115,6 +115,11 @@ def compare(folder: Path, config: Config, recipe: Recipe, init: Record) -> list[
             f"{folder} began otherwise: {name} {show(old)} there, {show(new)} here; give another train.run_dir"
         )
     return [f"{name} {show(old)} -> {show(new)}" for name, old, new in changed]
+
+
+def plain(recipe: Recipe) -> Any:
+    """A recipe as JSON has it."""
+    return json.loads(json.dumps(recipe.to_json()))
 
 
 def show(value: Any) -> str:

@@ -16,6 +16,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from deepinit import stacks
 from deepinit.nn.losses import cross_entropy
 from deepinit.sharding import batch_sharding, unrolled
 from deepinit.train import optimizer
@@ -223,10 +224,5 @@ def stream_variance(model: Any, params: Any, tokens_BT: Any) -> list[float]:
     layout = jax.tree.leaves(params)[0].sharding
     scalar = NamedSharding(layout.mesh, PartitionSpec()) if isinstance(layout, NamedSharding) else None
     run = jax.jit(lambda p, x: model.apply({"params": p}, x, mutable=["stats"])[1]["stats"], out_shardings=scalar)
-    stats = jax.device_get(run(params, tokens_BT))
-    if "layers" in stats:
-        after = np.asarray(stats["layers"]["stream_ms"])[:, -1]
-    else:
-        layers = sorted((k for k in stats if k.startswith("layers_")), key=lambda k: int(k.removeprefix("layers_")))
-        after = np.asarray([np.ravel(stats[k]["stream_ms"])[-1] for k in layers])
-    return [float(np.ravel(stats["embed_ms"])[0]), *map(float, after)]
+    stats = stacks.layered(jax.device_get(run(params, tokens_BT)))
+    return [float(np.ravel(stats["embed_ms"])[0]), *map(float, stats["layers/stream_ms"][:, -1])]

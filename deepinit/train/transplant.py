@@ -1,12 +1,12 @@
 """Which leaf of a saved state becomes which leaf of ours: the same one, or a layer of a stack, or a stack of layers.
 
-A scanned stack keeps its layers in one leaf under `layers`, an unrolled one under `layers_0`, `layers_1`, ...: the
-values are the same, so that a checkpoint of either goes on in the other, bit for bit.
+A scanned stack keeps its layers in one leaf under `layers` (or in a few, under `layers_0_2`, ...), an unrolled one under
+`layers_0`, `layers_1`, ...: the values are the same, so that a checkpoint of either goes on in the other, bit for bit.
 """
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinit import roles
 from deepinit.errors import ConfigError
-from deepinit.roles import STACK
+from deepinit.roles import STACK, Leaf
 
 Leaves = Mapping[str, Any]
-_LAYER = re.compile(rf"^{STACK}_(\d+)$")
+Stacks = Mapping[str, list[Leaf]]
+"""Canonical path -> the stacked leaves of a saved state."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,14 @@ class Origin:
 
     paths: tuple[str, ...]
     """In the saved state; more than one for a stack that was saved unrolled; none: it keeps its initial values."""
-    layer: int | None = None
+    row: int | None = None
     """Of a saved stack."""
 
     def __str__(self) -> str:
         if not self.paths:
             return "initial"
-        if self.layer is not None:
-            return f"{self.paths[0]}[{self.layer}]"
+        if self.row is not None:
+            return f"{self.paths[0]}[{self.row}]"
         return self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} ... {self.paths[-1]}"
 
 
@@ -48,12 +49,8 @@ def flat(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def stacked_form(path: str) -> tuple[str, int | None]:
     """`.../layers_3/x` -> (`.../layers/x`, 3); any other path as it is, with None."""
-    layer, parts = None, []
-    for part in path.split("/"):
-        if match := _LAYER.match(part):
-            layer, part = int(match[1]), STACK
-        parts.append(part)
-    return "/".join(parts), layer
+    leaf = roles.locate(path)
+    return (path, None) if leaf.layer is None else (leaf.canonical, leaf.layer)
 
 
 def unrolled_form(path: str, layer: int) -> str:
@@ -77,19 +74,23 @@ def plan(saved: Leaves, wanted: Leaves, where: str, partial: bool = False) -> di
     origins: dict[str, Origin] = {}
     used: set[str] = set()
     wrong: list[str] = []
+    stacks: dict[str, list[Leaf]] = {}
+    for path in saved:
+        if (place := roles.locate(path)).stacked:
+            stacks.setdefault(place.canonical, []).append(place)
     for path, leaf in wanted.items():
-        origin = find(path, leaf, saved)
+        origin = find(path, leaf, saved, stacks)
         if origin is None:
             wrong.append(f"has no {path}, here {describe(leaf)}")
             continue
         used.update(origin.paths)
         old = saved[origin.paths[0]]
-        there = old.shape[1:] if origin.layer is not None else tuple(old.shape)
-        if len(origin.paths) > 1 or (origin.paths[0] != path and origin.layer is None):
+        there = old.shape[1:] if origin.row is not None else tuple(old.shape)
+        if len(origin.paths) > 1 or (origin.paths[0] != path and origin.row is None):
             there = (len(origin.paths), *old.shape)
         if tuple(there) != tuple(leaf.shape) or old.dtype != leaf.dtype:
             wrong.append(f"{path} is {list(there)} {old.dtype} there, {describe(leaf)} here")
-        elif origin.layer is not None and origin.layer >= old.shape[0]:
+        elif origin.row is not None and origin.row >= old.shape[0]:
             wrong.append(f"has no {path}, here {describe(leaf)}: {origin.paths[0]} is {describe(old)}")
         origins[path] = origin
     if not partial:
@@ -102,19 +103,21 @@ def plan(saved: Leaves, wanted: Leaves, where: str, partial: bool = False) -> di
     return origins
 
 
-def find(path: str, leaf: Any, saved: Leaves) -> Origin | None:
-    """The origin of one leaf, by names alone."""
+def find(path: str, leaf: Any, saved: Leaves, stacks: Stacks) -> Origin | None:
+    """The origin of one leaf, by names and layers alone."""
     if path in saved:
         return Origin((path,))
-    stack, layer = stacked_form(path)
-    if layer is not None and stack in saved:
-        return Origin((stack,), layer)
-    if layer is None and STACK in path.split("/"):
-        layers: list[str] = []
-        while (one := unrolled_form(path, len(layers))) in saved:
-            layers.append(one)
-        if layers:
-            return Origin(tuple(layers))
+    place = roles.locate(path)
+    if place.layer is not None:
+        found = [(stack.path, *divmod(place.layer - stack.start, stack.step)) for stack in stacks.get(place.canonical, ())]
+        rows = [(stack, row) for stack, row, rest in found if row >= 0 and not rest]
+        here = [(stack, row) for stack, row in rows if row < saved[stack].shape[0]]
+        for stack, row in [*here, *rows][:1]:  # one that ends too early tells more than none
+            return Origin((stack,), row)
+    if place.stacked:
+        layers = [unrolled_form(place.canonical, layer or 0) for layer in place.rows(leaf.shape)]
+        if there := tuple(itertools.takewhile(saved.__contains__, layers)):
+            return Origin(there)
     return None
 
 
@@ -122,8 +125,8 @@ def leftover_layers(saved: Leaves, wanted: Leaves, origins: Mapping[str, Origin]
     """Stacks of which some layers would be left behind."""
     taken: dict[str, int] = {}
     for origin in origins.values():
-        if origin.layer is not None:
-            taken[origin.paths[0]] = max(taken.get(origin.paths[0], 0), origin.layer + 1)
+        if origin.row is not None:
+            taken[origin.paths[0]] = max(taken.get(origin.paths[0], 0), origin.row + 1)
     return [
         f"{path} has {saved[path].shape[0]} layers there, {count} here"
         for path, count in taken.items()
@@ -146,7 +149,7 @@ def targets(saved: Leaves, wanted: Leaves, origins: Mapping[str, Origin]) -> dic
         sharding = wanted[path].sharding
         if isinstance(sharding, NamedSharding):
             spec = tuple(sharding.spec)
-            if origin.layer is not None:
+            if origin.row is not None:
                 sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *spec))
             elif origin.paths[0] != path:
                 sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec[1:]))
@@ -164,7 +167,7 @@ def assemble(read: Leaves, wanted: Leaves, origins: Mapping[str, Origin]) -> dic
 
     def move(read: dict[str, Any]) -> dict[str, Any]:
         return {
-            path: jnp.stack([read[p] for p in o.paths]) if o.layer is None else read[o.paths[0]][o.layer]
+            path: jnp.stack([read[p] for p in o.paths]) if o.row is None else read[o.paths[0]][o.row]
             for path, o in moved.items()
         }
 
