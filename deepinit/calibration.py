@@ -115,7 +115,8 @@ def with_skip(params: Any, recipe: Recipe) -> Any:
             return x
         law = recipe.law_at(leaf.canonical, leaf.role)
         values = [law.at(layer or 0).parameter for layer in leaf.rows(x.shape)]
-        new = jnp.asarray(values, x.dtype).reshape(-1, *(1,) * (x.ndim - 1)) if leaf.stacked else values[0]
+        new = jnp.asarray(values, x.dtype)
+        new = new.reshape(-1, *(1,) * (x.ndim - 1)) if leaf.stacked else new[0]
         return jax.device_put(jnp.broadcast_to(new, x.shape), x.sharding)
 
     return jax.tree.map_with_path(place, params)

@@ -100,10 +100,10 @@ class Geometry:
     decoder_layers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_seq_len", "moe_every"):
+        for name in ("num_layers", "d_model", "num_heads", "d_ff", "vocab_size", "max_seq_len"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"model.{name}: {value} is not a positive number")
-        for name in ("num_kv_heads", "head_dim", "num_experts", "first_dense", "encoder_layers", "decoder_layers"):
+        for name in ("num_kv_heads", "head_dim", "num_experts", "encoder_layers", "decoder_layers"):
             if (value := getattr(self, name)) < 0:
                 raise ConfigError(f"model.{name}: {value} is negative")
         if self.mlp not in MLP_KINDS:
@@ -132,6 +132,8 @@ class Geometry:
         """Refuse a choice of routed layers that leaves none, or that chooses where there are no experts."""
         n, first, depth = self.moe_every, self.first_dense, self.num_layers
         for name, value, none in (("moe_every", n, 1), ("first_dense", first, 0)):
+            if value < none:
+                raise ConfigError(f"model.{name}: {value} is too small; nearest: {none}")
             if value != none and not self.num_experts:
                 raise ConfigError(f"model.{name}: {value} needs model.num_experts; nearest: {none}")
         if n > depth:

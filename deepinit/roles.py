@@ -1,8 +1,8 @@
 """Which role a leaf has, read from the name that its module gave it.
 
 A module names a leaf by its role (`attn_q`, `norm_scale`), or by a qualifier and the role (`mlp_up_bias`): the name is
-the declaration. Leaves of a stack live under `layers` (one leading layer axis), or `layers_0`, `layers_1`, ..., or, where
-not all layers are alike, under `layers_START_STEP`: the leading axis of `layers_1_2` holds layers 1, 3, 5, ...
+the declaration. Leaves of a stack live under `layers` (one leading layer axis), or `layers_0`, `layers_1`, ..., or,
+where not all layers are alike, under `layers_START_STEP`: the leading axis of `layers_1_2` holds layers 1, 3, 5, ...
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from deepinit import roles
-from deepinit.geometry import Geometry
+from deepinit.geometry import Geometry, Role
 from deepinit.roles import STACK, Leaf
 
 
@@ -57,16 +57,20 @@ def in_order(pieces: Sequence[tuple[Leaf, Any]]) -> Any:
     import jax.numpy as jnp
 
     xp: Any = jnp if any(isinstance(x, jax.Array) for _, x in pieces) else np
-    layers = [layer for leaf, x in pieces for layer in leaf.rows(np.shape(x))]
+    layers = [layer or 0 for leaf, x in pieces for layer in leaf.rows(np.shape(x))]
     rows = xp.concatenate([x if leaf.stacked else xp.asarray(x)[None] for leaf, x in pieces])
     return rows[np.argsort(layers)]
 
 
-def layered(tree: Any) -> dict[str, Any]:
-    """Canonical path -> array of every leaf; one inside the stack has all of its layers along the first axis."""
+def layered(tree: Any, among: Sequence[Role] = ()) -> dict[str, Any]:
+    """Canonical path -> array of every leaf; one inside the stack has all of its layers along the first axis.
+
+    `among`: only leaves of these roles.
+    """
     pieces: dict[str, list[tuple[Leaf, Any]]] = {}
     for leaf, x in roles.leaves(tree):
-        pieces.setdefault(leaf.canonical, []).append((leaf, x))
+        if not among or leaf.role in among:
+            pieces.setdefault(leaf.canonical, []).append((leaf, x))
     return {path: in_order(p) if p[0][0].at(0) is not None else p[0][1] for path, p in pieces.items()}
 
 

@@ -74,6 +74,32 @@ def test_roles_and_counts(g):
     assert g.count("attn_out") == g.num_layers
 
 
+@pytest.mark.parametrize(
+    ("change", "routed"),
+    [
+        ({}, range(8)),
+        ({"moe_every": 2}, (1, 3, 5, 7)),
+        ({"moe_every": 3}, (2, 5)),
+        ({"first_dense": 3}, range(3, 8)),
+        ({"moe_every": 2, "first_dense": 4}, (5, 7)),
+        ({"moe_every": 8}, (7,)),
+        ({"num_experts": 0}, ()),
+    ],
+)
+def test_routed_layers(change, routed):
+    g = SMALL.replace(**{"num_layers": 8, "num_experts": 5} | change)
+    assert g.routed_layers == tuple(routed)
+    assert g.mixed == (0 < len(routed) < 8)
+    assert [g.routed(i) for i in range(8)] == [i in routed for i in range(8)]
+    dense = 8 - len(routed)
+    assert [g.count(r) for r in ("mlp_gate", "mlp_up", "mlp_down")] == [dense] * 3
+    assert [g.count(r) for r in EXPERTS] == [len(routed), *[5 * len(routed)] * 3]
+    # parameters and FLOPs are those of the layers one by one
+    every, none = (SMALL.replace(num_layers=8, num_experts=n) for n in (5, 0))
+    for count in (lambda g: g.num_parameters, lambda g: g.flops_per_token(16)):
+        assert 8 * (count(g) - count(none)) == len(routed) * (count(every) - count(none))
+
+
 # case B13 and B14: the number of residual additions
 @given(geometries())
 def test_residual_additions(g):
@@ -123,6 +149,22 @@ def test_geometry_is_a_value(g):
             "model.num_heads: 7 does not divide d_model 64; nearest that does: 8 (or give head_dim)",
         ),
         ({"num_kv_heads": 3}, "model.num_kv_heads: 3 does not divide num_heads 8; nearest that does: 2"),
+        ({"moe_every": 2}, "model.moe_every: 2 needs model.num_experts; nearest: 1"),
+        ({"first_dense": 1}, "model.first_dense: 1 needs model.num_experts; nearest: 0"),
+        ({"num_experts": 4, "moe_every": 0}, "model.moe_every: 0 is too small; nearest: 1"),
+        ({"num_experts": 4, "first_dense": -1}, "model.first_dense: -1 is too small; nearest: 0"),
+        (
+            {"num_experts": 4, "moe_every": 4},
+            "model.moe_every: 4 leaves no routed layer of num_layers 3; nearest: 3",
+        ),
+        (
+            {"num_experts": 4, "first_dense": 3},
+            "model.first_dense: 3 leaves no routed layer of num_layers 3; nearest: 2",
+        ),
+        (
+            {"num_experts": 4, "moe_every": 2, "first_dense": 2},
+            "model.first_dense: 2 leaves no routed layer of num_layers 3 with moe_every 2; nearest: 1",
+        ),
     ],
 )
 def test_refusals_name_the_nearest(change, says):

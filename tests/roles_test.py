@@ -47,6 +47,9 @@ def test_other_names_have_no_role(name):
         ("encoder/layers_0/mlp/mlp_up", "encoder/layers/mlp/mlp_up", "encoder/mlp_up", 0, False),
         ("layers_3/mlp/up_bias", "layers/mlp/up_bias", "layers/mlp/up_bias", 3, False),
         ("final_norm/norm_scale", "final_norm/norm_scale", "final_norm/norm_scale", None, False),
+        ("layers_1_2/mlp/router", "layers/mlp/router", "router", None, True),
+        ("encoder/layers_4_1/mlp/up_bias", "encoder/layers/mlp/up_bias", "encoder/layers/mlp/up_bias", None, True),
+        ("layers_1_0/kernel", "layers_1_0/kernel", "layers_1_0/kernel", None, False),
         ("layers_x/kernel", "layers_x/kernel", "layers_x/kernel", None, False),
     ],
 )
@@ -54,6 +57,22 @@ def test_locate(path, canonical, slot, layer, stacked):
     leaf = roles.locate(path)
     assert (leaf.path, leaf.canonical, leaf.slot, leaf.layer, leaf.stacked) == (path, canonical, slot, layer, stacked)
     assert leaf.role is roles.role_of(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "rows"),
+    [
+        ("layers/mlp/mlp_up", (3, 8, 8), (0, 1, 2)),
+        ("layers_1_2/mlp/mlp_up", (3, 8, 8), (1, 3, 5)),
+        ("layers_6_1/mlp/mlp_up", (1, 8, 8), (6,)),
+        ("layers_12/mlp/mlp_up", (8, 8), (12,)),
+        ("token_embed", (8, 8), (None,)),
+    ],
+)
+def test_the_layers_of_a_leaf(path, shape, rows):
+    leaf = roles.locate(path)
+    assert leaf.rows(shape) == rows
+    assert [leaf.at(i) for i in range(len(rows))] == list(rows)
 
 
 # Every leaf of our own models has a role, and scanned and unrolled trees the same canonical paths and slots.

@@ -28,7 +28,7 @@ import numpy as np
 
 from deepinit import roles
 from deepinit.errors import ConfigError
-from deepinit.geometry import EXPERTS, VECTORS, Geometry, Role
+from deepinit.geometry import EXPERTS, LAYER_MATRICES, VECTORS, Geometry, Role
 from deepinit.roles import Leaf
 from deepinit.views import LETTERS, View
 
@@ -218,6 +218,11 @@ def parts(index: int, path: str, stored: str, x: Any, rule: Rule, g: Geometry, t
     if not rule.roles:
         yield View(Leaf(stored, bare, None, bare, layer, False), index, shape, "x" * len(shape))
         return
+    if g.mixed and layer is None and rule.roles[0] in LAYER_MATRICES:
+        raise ConfigError(
+            f"{path}: a stack of layers; where dense and routed layers mix (model.moe_every, model.first_dense), only "
+            f"trees that number their layers can be read, and our own"
+        )
     axes = fitted(path, shape, rule, g, table, layer is None, expert is None)
     stack = [s for s in ("encoder", "decoder") if g.stack == s]
     for k, role in enumerate(rule.roles):

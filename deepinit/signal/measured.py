@@ -14,7 +14,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class RoleSignal:
-    """One role's parameters at step 0, by layer (one entry for those outside the stack)."""
+    """One role's parameters at step 0, by layer that has them (one entry outside the stack)."""
 
     weight_rms: Array
     gradient: Array
@@ -29,6 +29,12 @@ class RoleSignal:
     """RMS change of the logits by the role's SGD step alone, to first order."""
     effect: float
     """The same for the configured optimizer's step."""
+    layers: tuple[int, ...] = ()
+    """The layers (0-based) that the entries are of; none outside the stack."""
+
+    def where(self, entry: int) -> str:
+        """` in layer 3` (1-based) of the third layer's entry; nothing outside the stack."""
+        return f" in layer {self.layers[entry] + 1}" if self.layers else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +103,8 @@ class Measured:
             "stream_gradient": plain(self.gradient),
             "gradient_ratio": plain(self.gradient_ratio),
             "roles": {
-                role: {name: plain(getattr(s, name)) for name in s.__dataclass_fields__}
+                role: {name: plain(getattr(s, name)) for name in s.__dataclass_fields__ if name != "layers"}
+                | {"layers": list(s.layers)}
                 for role, s in self.roles.items()
             },
             "gates": {path: plain(v) for path, v in self.gates.items()},

@@ -126,7 +126,11 @@ def key(leaf: Leaf) -> str:
     """What a leaf is counted under: its role; a vector outside the stack, by module; without a role, its path."""
     if leaf.role is None:
         return leaf.canonical
-    return str(leaf.role) if inside(leaf.canonical) or leaf.role not in VECTORS else "/".join(leaf.canonical.split("/")[-2:])
+    return (
+        str(leaf.role)
+        if inside(leaf.canonical) or leaf.role not in VECTORS
+        else "/".join(leaf.canonical.split("/")[-2:])
+    )
 
 
 def by_role(tree: Any, f: Callable[[jax.Array], jax.Array]) -> ByRole:
@@ -148,11 +152,21 @@ def sizes(tree: Any) -> dict[str, int]:
     return {k: sum(v.values()) for k, v in counts.items()}
 
 
+def layers_of(tree: Any) -> dict[str, tuple[int, ...]]:
+    """The layers that have a role; none outside the stack."""
+    found: dict[str, set[int]] = {}
+    for leaf, x in roles.leaves(tree):
+        found.setdefault(key(leaf), set()).update(i for i in leaf.rows(x.shape) if i is not None)
+    return {k: tuple(sorted(v)) for k, v in found.items()}
+
+
 def gates(params: Any) -> dict[str, jax.Array]:
     """Mean absolute value of every learnable factor, by canonical path and layer."""
-    found = {path: x for path, x in stacks.layered(params).items() if roles.role_of(path) in FACTORS}
-    return {path: jnp.abs(x.astype(jnp.float32)).reshape(len(x) if inside(path) else 1, -1).mean(1)
-            for path, x in found.items()}  # fmt: skip
+
+    def size(path: str, x: jax.Array) -> jax.Array:
+        return jnp.abs(x.astype(jnp.float32)).reshape(len(x) if inside(path) else 1, -1).mean(1)
+
+    return {path: size(path, x) for path, x in stacks.layered(params, FACTORS).items()}
 
 
 def inside(canonical: str) -> bool:
@@ -166,6 +180,7 @@ def effect_by_role(model: Any, params: Any, step: Any, tokens: jax.Array) -> ByR
     names = list(dict.fromkeys(key(leaf) for leaf, _ in leaves))
     picks = np.asarray([[key(leaf) == name for leaf, _ in leaves] for name in names], np.float32)
     tree = jax.tree.structure(params)
+    model = model.clone(dispatch="dense")  # jax differentiates a ragged product once only
 
     def logits(p: Any) -> jax.Array:
         return model.apply({"params": p}, tokens)[..., : model.geometry.vocab_size]
@@ -194,7 +209,7 @@ def collect(found: Mapping[str, Any], params: Any, recipe: Recipe, shape: tuple[
     """The numbers of a pass as a `Measured`."""
     stats, names = stacks.layered(found["stats"]), recipe.geometry.additions
     branch = np.stack([stats[f"{STACK}/{kind}_residual/branch_ms"] for kind in names], 1).ravel()
-    count = sizes(params)
+    count, held = sizes(params), layers_of(params)
     steps = {name: {k: np.asarray(v) for k, v in step.items()} for name, step in found["step2"].items()}
     signals = {}
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -210,6 +225,7 @@ def collect(found: Mapping[str, Any], params: Any, recipe: Recipe, shape: tuple[
                 update=ratio["optimizer"],
                 sgd_effect=effect.get("sgd", math.nan),
                 effect=effect.get("optimizer", math.nan),
+                layers=held[role],
             )
 
     def stream(what: str) -> np.ndarray:

@@ -109,7 +109,7 @@ class Watch:
         index -= len(m.gradient)
         for role, s in m.roles.items():
             if index < len(s.gradient):
-                return f"{role} in layer {index + 1}" if len(s.gradient) > 1 else role
+                return role + s.where(index)
             index -= len(s.gradient)
         raise IndexError(index)
 
@@ -187,9 +187,8 @@ class Watch:
                 now.add(role)
                 if role in self.out_of_range and self.once(f"update {role}"):
                     at = int(bad[np.argmax(np.abs(np.log(s.update[bad])))])
-                    where = f" in layer {at + 1}" if len(s.update) > 1 else ""
                     low, high = RATIO
-                    yield f"update over weight of {role}{where} is {s.update[at]:.2g}, not in {low:g} to {high:g}"
+                    yield f"update over weight of {role}{s.where(at)} is {s.update[at]:.2g}, not in {low:g} to {high:g}"
         self.out_of_range = now
 
     def once(self, what: str) -> bool:

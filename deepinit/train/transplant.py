@@ -1,7 +1,8 @@
 """Which leaf of a saved state becomes which leaf of ours: the same one, or a layer of a stack, or a stack of layers.
 
-A scanned stack keeps its layers in one leaf under `layers` (or in a few, under `layers_0_2`, ...), an unrolled one under
-`layers_0`, `layers_1`, ...: the values are the same, so that a checkpoint of either goes on in the other, bit for bit.
+A scanned stack keeps its layers in one leaf under `layers` (or in a few, under `layers_0_2`, ...), an unrolled one
+under `layers_0`, `layers_1`, ...: the values are the same, so that a checkpoint of either goes on in the other, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ def find(path: str, leaf: Any, saved: Leaves, stacks: Stacks) -> Origin | None:
         return Origin((path,))
     place = roles.locate(path)
     if place.layer is not None:
-        found = [(stack.path, *divmod(place.layer - stack.start, stack.step)) for stack in stacks.get(place.canonical, ())]
+        found = [
+            (stack.path, *divmod(place.layer - stack.start, stack.step)) for stack in stacks.get(place.canonical, ())
+        ]
         rows = [(stack, row) for stack, row, rest in found if row >= 0 and not rest]
         here = [(stack, row) for stack, row in rows if row < saved[stack].shape[0]]
         for stack, row in [*here, *rows][:1]:  # one that ends too early tells more than none

@@ -262,7 +262,7 @@ def hf_llama(g: Geometry = GATED, dtype: Any = jnp.float32) -> dict[str, Any]:
         found |= {at + f"{n}_layernorm.weight": (d,) for n in ("input", "post_attention")}
         found |= {at + f"self_attn.{n}_proj.weight": s for n, s in
                   {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}.items()}  # fmt: skip
-        if g.num_experts:
+        if g.routed(i):
             found[at + "block_sparse_moe.gate.weight"] = (g.num_experts, d)
             for e in range(g.num_experts):
                 expert = f"{at}block_sparse_moe.experts.{e}."

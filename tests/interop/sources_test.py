@@ -36,6 +36,25 @@ def test_one_safetensors_file(gpt2, tmp_path):
     assert inspect(source.params, recipe, seed=1).ok
 
 
+@pytest.mark.parametrize(
+    ("config", "stated"),
+    [
+        ({"num_experts": 8, "decoder_sparse_step": 2}, {"num_experts": 8, "moe_every": 2}),
+        ({"num_experts": 8, "mlp_only_layers": [1, 0]}, {"num_experts": 8, "first_dense": 2}),
+        ({"num_local_experts": 8, "interleave_moe_layer_step": 2}, {"num_experts": 8, "moe_every": 2}),
+        ({"n_routed_experts": 8, "first_k_dense_replace": 3}, {"num_experts": 8, "first_dense": 3}),
+        ({"decoder_sparse_step": 2, "first_k_dense_replace": 3}, {}),  # no experts: a dense model
+    ],
+)
+def test_routed_layers_of_a_config(config, stated):
+    assert hf.sizes(config) == stated
+
+
+def test_routed_layers_that_no_rule_says_are_refused():
+    assert "mlp_only_layers: [0, 2]" in refused(hf.sizes, {"num_experts": 8, "mlp_only_layers": [0, 2]})
+    assert "moe_layer_freq: 2" in refused(hf.sizes, {"n_routed_experts": 8, "moe_layer_freq": 2})
+
+
 def test_a_folder_of_shards_with_its_config(gpt2, tmp_path):
     _, params = gpt2
     names = sorted(params)

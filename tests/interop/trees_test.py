@@ -11,17 +11,19 @@ from flax import nnx
 import deepinit
 from deepinit import audits
 from deepinit.interop import TABLES, Table, trees
-from deepinit.interop.sizes import geometry_of
+from deepinit.interop.sizes import geometry_of, rule_of
 from deepinit.invariants import inspect
 from deepinit.nn import Decoder
 from deepinit.recipe import Recipe
 from deepinit.reinits import reinit
+from deepinit.sharded_init import abstract_params
 from tests.interop import layouts
 from tests.interop.layouts import GATED, MOE, PLAIN
 from tests.models import SMALL, assert_same, born, refused
 
 GEMMA = dataclasses.replace(GATED, tied_embeddings=True)
 EQUAL = dataclasses.replace(GEMMA, num_kv_heads=8)
+MIXED = dataclasses.replace(MOE, moe_every=2)
 NANODO = dataclasses.replace(PLAIN, tied_embeddings=True)
 LAYOUTS = {
     "flax_gemma": (lambda: layouts.Gemma(GEMMA, nnx.Rngs(0)), GEMMA, "gemma"),
@@ -36,6 +38,7 @@ LAYOUTS = {
     "hf_gpt2, bfloat16": (lambda: layouts.hf_gpt2(dtype=jnp.bfloat16), PLAIN, "gpt2"),
     "hf_llama": (layouts.hf_llama, GATED, "torchtitan_llama3"),
     "hf_llama, experts": (lambda: layouts.hf_llama(MOE), MOE, "megatron"),
+    "hf_llama, mixed": (lambda: layouts.hf_llama(MIXED), MIXED, "megatron"),
 }
 
 
@@ -98,6 +101,30 @@ def test_the_sizes_are_read_off_the_shapes(name):
     assert not assumed
     if name == "hf_gpt2":
         assert "heads of width 64" in geometry_of(params)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("routed", "rule"),
+    [
+        (range(7), {"moe_every": 1, "first_dense": 0}),
+        ((1, 3, 5), {"moe_every": 2, "first_dense": 0}),
+        ((3, 5), {"moe_every": 2, "first_dense": 2}),
+        ((2, 3, 4, 5, 6), {"moe_every": 1, "first_dense": 2}),
+    ],
+)
+def test_the_routed_layers_are_read_off_the_tree(routed, rule):
+    assert rule_of(list(routed), 7) == rule
+    g = dataclasses.replace(MOE, num_layers=7, **rule)
+    for scan in (True, False):
+        params = abstract_params(Decoder.from_recipe(recipe_for("megatron", g), scan=scan))
+        assert geometry_of(deepinit.roles.unboxed(params))[0] == dataclasses.replace(g, max_seq_len=1024)
+
+
+def test_other_mixtures_of_layers_are_refused():
+    assert "layers [0, 3] of 7 are routed" in refused(rule_of, [0, 3], 7)
+    told = refused(trees.viewed, layouts.maxtext(MOE), MIXED)
+    assert "decoder/layers/" in told
+    assert "model.moe_every" in told
 
 
 def test_a_gemma_and_its_values_go_on_working():

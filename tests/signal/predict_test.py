@@ -6,15 +6,17 @@ import math
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 import deepinit
-from deepinit import Geometry
+from deepinit import Geometry, stacks
+from deepinit.laws import Normal
 from deepinit.signal import gaussian, gram, logits
 from deepinit.signal.forward import Forward, Options
 from deepinit.signal.predict import predict
-from tests.models import refused
+from tests.models import born, own_recipe, refused, stats_of, tokens
 
 SMALL = Geometry(num_layers=12, d_model=64, num_heads=2, d_ff=168, vocab_size=256, max_seq_len=64)
 PLAIN = {"positions": "none", "norm_eps": 0.0}
@@ -254,6 +256,25 @@ def test_every_scheme_is_predicted(name, changes):
     assert p.loss >= math.log(g.vocab_size) - 1e-9 - abs(p.own_logit)
     json.dumps(p.to_json(), allow_nan=False)
     assert Forward.of(r, {}).additions[-1].layer == g.num_layers - 1
+
+
+# Dense layers are predicted as dense, routed ones as routed: with stds that tell the two apart.
+@pytest.mark.parametrize("rule", [{"moe_every": 2}, {"first_dense": 3}])
+def test_a_mixed_stack_layer_by_layer(rule):
+    g = SMALL.replace(num_layers=5, d_model=128, d_ff=256, num_experts=4, **rule)
+    recipe = own_recipe(
+        geometry=g, mlp_down=Normal(0.01), expert_down=Normal(0.08), mlp_up=Normal(0.05), expert_up=Normal(0.02)
+    )
+    batch = tokens(batch=4, time=32)
+    model, _, params = born(recipe)
+    kept = stacks.layered(jax.device_get(stats_of(model)(params, batch)))
+    p = predict(recipe, np.asarray(batch), exponents=False)
+    assert len(p.variance) == 11
+    assert len(p.scores) == 5
+    assert p.branch[1::2] == pytest.approx(kept["layers/mlp_residual/branch_ms"], rel=0.2)
+    assert p.layer_variance[1:] == pytest.approx(kept["layers/stream_ms"][:, -1], rel=0.2)
+    routed = np.asarray([g.routed(layer) for layer in range(5)])
+    assert p.branch[1::2][routed].min() > 2 * p.branch[1::2][~routed].max()
 
 
 def test_grams_average_over_a_batch():

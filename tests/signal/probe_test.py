@@ -103,6 +103,29 @@ def test_layouts_of_the_model_measure_the_same(options, base):
         assert signal.effect == pytest.approx(other.roles[role].effect, rel=2e-2)
 
 
+def test_a_mixed_stack_gives_one_row_a_layer():
+    g = SMALL.replace(num_layers=5, d_model=32, d_ff=48, num_experts=4, moe_every=2)
+    recipe = recipe_of("megatron", g)
+    one, model, params, batch = probed(recipe)
+    other, *_ = probed(recipe, scan=False)
+    assert one.variance.shape == one.correlation.shape == (11,)
+    assert one.gradient.shape == (6,)
+    assert one.entropy.shape == one.scores.shape == (5,)
+    for name in ("variance", "branch", "correlation", "entropy", "scores", "gradient"):
+        np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=2e-4, atol=1e-7, err_msg=name)
+    held = {"attn_q": (0, 1, 2, 3, 4), "norm_scale": (0, 1, 2, 3, 4), "mlp_up": (0, 2, 4), "expert_up": (1, 3)}
+    grads = flat(jax.jit(jax.grad(lambda p: loss(model, p, batch)))(params))
+    for role, layers in held.items():
+        assert one.roles[role].layers == other.roles[role].layers == layers
+        np.testing.assert_allclose(one.roles[role].gradient, other.roles[role].gradient, rtol=2e-3)
+        assert one.roles[role].effect == pytest.approx(other.roles[role].effect, rel=2e-2)
+    experts = np.square(grads["layers_1_2/mlp/expert_up"]).sum((1, 2, 3))
+    np.testing.assert_allclose(one.roles["expert_up"].gradient, np.sqrt(experts), rtol=1e-4)
+    np.testing.assert_allclose(one.roles["mlp_up"].weight_rms, other.roles["mlp_up"].weight_rms, rtol=1e-6)
+    assert one.roles["expert_up"].weight_rms == pytest.approx(0.02, rel=0.05)
+    assert one.roles["expert_up"].where(1) == " in layer 4"
+
+
 def test_a_mesh_measures_what_one_device_does():
     batch = np.asarray(tokens(batch=4, time=17))
     one, *_ = probed(batch=batch, effects=4)

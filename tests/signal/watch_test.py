@@ -15,7 +15,8 @@ LAYERS = 4
 def measured(variance=1.0, gradient=1.0, correlation=0.1, update=1e-3, gate=0.0):
     """A probe in which everything is well."""
     per_layer = np.full(LAYERS, 1.0)
-    role = RoleSignal(per_layer, per_layer * gradient, per_layer * 0, per_layer * 1e-4, per_layer * update, 0.0, 0.0)
+    role = RoleSignal(per_layer, per_layer * gradient, per_layer * 0, per_layer * 1e-4, per_layer * update, 0.0, 0.0,
+                      tuple(range(LAYERS)))  # fmt: skip
     return Measured(
         scheme="rezero", layers=LAYERS, batch=2, seq_len=8, variance=np.full(2 * LAYERS + 1, variance),
         branch=np.full(2 * LAYERS, 0.1), correlation=np.full(2 * LAYERS + 1, correlation), entropy=per_layer,

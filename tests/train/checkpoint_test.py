@@ -229,6 +229,30 @@ def test_scanned_to_unrolled_and_back_is_exact(saved, tmp_path):
     assert str(origins[stack]) == "params/layers_0/attention/attn_q ... params/layers_2/attention/attn_q"
 
 
+# Mixed stacks: from one run's stacks to another's layers and back, every leaf with both moments.
+def test_mixed_stacks_to_layers_and_back_is_exact(tmp_path):
+    mixed = {"layers": 5, "model__num_experts": 2, "model__moe_every": 2}
+    values = by_path(state := trained({"fsdp": 2}, **mixed))
+    c = Checkpoints(tmp_path / "checkpoints")
+    c.save(1, state, {})
+    c.wait()
+    got, _, origins = checkpoint.read(c.folder / "1", trained({}, steps=0, seed=1, scan=False, **mixed))
+    apart = by_path(got)
+    for path in (path for path in apart if "layers_" in path):
+        layer = transplant.stacked_form(path)[1]
+        name, row = ("layers_4_1", 0) if layer == 4 else (f"layers_{layer % 2}_2", layer // 2)
+        stack = path.replace(f"layers_{layer}", name)
+        np.testing.assert_array_equal(apart[path], values[stack][row])
+        assert str(origins[path]) == f"{stack}[{row}]"
+    c.save(2, got, {})
+    c.close()
+    back, _, origins = checkpoint.read(c.folder / "2", trained({"tensor": 2}, steps=0, seed=1, **mixed))
+    jax.tree.map(np.testing.assert_array_equal, by_path(back), values)
+    assert str(origins["params/layers_1_2/mlp/router"]) == "params/layers_1/mlp/router ... params/layers_3/mlp/router"
+    with pytest.raises(ConfigError, match="has no params/layers_0_4/mlp/mlp_up, here"):
+        checkpoint.read(c.folder / "1", shapes(**mixed | {"model__moe_every": 4}))
+
+
 def bytes_read():
     """By this process so far, through orbax's store."""
     (metric,) = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")

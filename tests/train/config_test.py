@@ -320,6 +320,9 @@ def test_the_residual_rule_of_another_scheme():
         # case B61
         ("--scheme.name mup", ["scheme.args.base_width", "mup", "nearest: 128"]),
         ("--scheme.name completep --scheme.args.base_width 64", ["scheme.args.base_depth", "nearest: 4"]),
+        ("--model.moe-every 2", ["model.moe_every: 2", "model.num_experts", "nearest: 1"]),
+        ("--model.num-experts 4 --model.moe-every 9", ["model.moe_every: 9", "nearest: 4"]),
+        ("--model.num-experts 4 --model.first-dense 4", ["model.first_dense: 4", "nearest: 3"]),
         ("--model.num-experts 4 --model.experts-per-token 5", ["experts_per_token: 5", "nearest: 4"]),
         ("--model.num-experts 4 --model.fused-gate-up true", ["model.fused_gate_up", "experts"]),
         ("--scheme.name megatron --scheme.calibration pyproject.toml", ["scheme.calibration", "pyproject.toml"]),

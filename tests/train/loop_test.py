@@ -100,6 +100,38 @@ def test_ten_and_ten_is_twenty(straight, home, capsys):
     assert numbers(home / "halves") == numbers(straight)
 
 
+@pytest.mark.parametrize("rule", ["--model.moe-every 2", "--model.first-dense 1"])
+def test_dense_and_routed_layers_in_one_run(home, rule, capsys):
+    flags = f"--model.num-layers 3 --model.num-experts 2 --model.remat full --model.dropout 0 {rule} --train.profile []"
+    flags += " --train.steps 4 --train.eval-every 2 --train.checkpoint-every 2"
+    name = f"mixed-{rule.split()[0][8:]}"
+    assert train(config_of(home, name, flags)) == 0
+    assert train(config_of(home, f"{name}-halves", f"{flags} --train.stop-at 2")) == 0
+    shutil.copytree(home / f"{name}-halves", home / f"{name}-unrolled")
+    assert train(config_of(home, f"{name}-halves", flags)) == 0
+    assert numbers(home / f"{name}-halves") == numbers(home / name)
+    assert (
+        train(config_of(home, f"{name}-unrolled", f"{flags} --model.scan false")) == 0
+    )  # the same state, layer by layer
+    assert capsys.readouterr().out.count("resumed after step 2") == 2
+    losses = [[row["loss"] for row in numbers(home / run) if "loss" in row] for run in (name, f"{name}-unrolled")]
+    assert losses[0][:2] == losses[1][:2]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_run_from_before_a_field_of_the_sizes_was_there_goes_on(straight, home, capsys):
+    shutil.copytree(straight, home / "older")
+    recipe = json.loads((home / "older" / "recipe.json").read_text())
+    del recipe["geometry"]["moe_every"], recipe["geometry"]["first_dense"]
+    (home / "older" / "recipe.json").write_text(json.dumps(recipe))
+    assert train(config_of(home, "older")) == 0
+    assert "is finished: step 20 of 20" in capsys.readouterr().out
+    recipe["geometry"]["num_layers"] = 3
+    (home / "older" / "recipe.json").write_text(json.dumps(recipe))
+    with pytest.raises(ConfigError, match=r"geometry\.num_layers 3 there, 2 here"):
+        train(config_of(home, "older"))
+
+
 def test_a_finished_run_says_so(straight, home, capsys):
     before = (straight / "metrics.jsonl").read_text()
     assert train(config_of(home, "straight")) == 0

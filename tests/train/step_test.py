@@ -219,6 +219,27 @@ def test_an_expert_axis_computes_the_same():
     close(host(one.state.params), host(spread.state.params), rtol=1e-3)
 
 
+# Dense and routed layers: rematerialized, in parts, over fsdp, tensor and expert, and unrolled, the same steps.
+def test_a_mixed_stack_computes_the_same_on_a_mesh():
+    mixed = "--model.num-layers 3 --model.num-experts 2 --model.moe-every 2 --model.balance-loss 0.01"
+    mesh = "--mesh.fsdp 2 --mesh.tensor 2 --mesh.expert 2 --model.remat full"
+    one, spread, unrolled = Trainer(mixed), Trainer(f"{mixed} {mesh}"), Trainer(f"{mixed} --model.scan false")
+    assert len({deepinit.digest(t.birth.params) for t in (one, spread, unrolled)}) == 1
+    up = spread.birth.params["layers_1_2"]["mlp"]["expert_up"]
+    assert up.sharding.shard_shape(up.shape) == (1, 1, 8, 16)
+    for i in range(2):
+        wanted, *others = (t(batch_of(i)) for t in (one, spread, unrolled))
+        for found in others:
+            assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+            assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    close(host(one.state.params), host(spread.state.params), rtol=1e-3)
+    params = one.state.params
+    stream = step.stream_variance(one.model, params, batch_of()["tokens"][:, :-1])
+    alone = step.stream_variance(unrolled.model, unrolled.state.params, batch_of()["tokens"][:, :-1])
+    assert len(stream) == 4
+    assert stream == pytest.approx(alone, rel=1e-4)
+
+
 def test_the_state_keeps_its_layout_and_compiles_once():
     trainer = Trainer(MESH)
     for i in range(3):
