@@ -157,6 +157,14 @@ def test_the_program_does_not_grow_with_depth(rule):
     assert min(counts[0]) > 100
 
 
+# XLA inlines a loop of one turn, and would then merge what remat computes twice.
+def test_remat_outside_of_a_loop_is_kept_from_merging():
+    recipe = own_recipe(geometry=MIXED["first dense"])
+    model = Decoder.from_recipe(recipe, remat="full")
+    program = str(jax.make_jaxpr(lambda p: model.apply({"params": p}, tokens()))(noise(model)))
+    assert (program.count("prevent_cse=True"), program.count("prevent_cse=False")) == (1, 1)
+
+
 @cases
 @pytest.mark.parametrize("scan", [True, False])
 def test_verify_passes_over_every_leaf(case, scan):

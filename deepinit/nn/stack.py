@@ -5,6 +5,7 @@ B batch, T time, D model, F key heads times their width, L layers, P periods, N 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -35,15 +36,13 @@ def run_layers(
     attention's, layer by layer.
     """
     g, shared = part.geometry, part.shared() | changes
-    block = Block
-    if part.remat != "none":
-        block = linen.remat(Block, prevent_cse=not part.scan, policy=POLICIES[part.remat])
     backout = part.gain("backout")
     x0_BTD = x_BTD if part.residual.x0_gate else None
     stream: Any = x_BTD if backout is None else (x_BTD, x_BTD)
     if part.scan:
         names = iter(stacks.named(g))
         for run in stacks.runs(g):
+            block = kind(part.remat, looped=len(run[0]) > 1)
             blocks = tuple(block(**shared, routed=g.routed(layers[0]), name=next(names)) for layers in run)
             body = linen.scan(
                 Period,
@@ -63,12 +62,18 @@ def run_layers(
     else:
         for layer in range(g.num_layers):
             values_BTF = None if values_LBTF is None else values_LBTF[layer]
-            one = block(**shared, routed=g.routed(layer), name=f"{STACK}_{layer}")
-            stream, _ = one(stream, layer, mask_BT, x0_BTD, values_BTF)
+            block = kind(part.remat, looped=False)(**shared, routed=g.routed(layer), name=f"{STACK}_{layer}")
+            stream, _ = block(stream, layer, mask_BT, x0_BTD, values_BTF)
     if backout is None:
         return stream
     x_BTD, middle_BTD = stream
     return x_BTD - backout * middle_BTD
+
+
+@functools.cache
+def kind(remat: str, looped: bool) -> Any:
+    """The class of the blocks. Outside of a loop (and one turn is none to XLA) what is computed twice must stay so."""
+    return Block if remat == "none" else linen.remat(Block, prevent_cse=not looped, policy=POLICIES[remat])
 
 
 class Period(linen.Module):
