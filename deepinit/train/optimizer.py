@@ -144,7 +144,20 @@ def make(config: Config, recipe: Recipe, params: Any, role_of: RoleOf = roles.ro
     kinds = {g.label: g for g in jax.tree.leaves(tree, is_leaf=is_group)}
     labels = jax.tree.map(lambda g: g.label, tree, is_leaf=is_group)
     by_role = optax.partition({label: adamw(kinds[label]) for label in sorted(kinds)}, labels)
-    return in_float32(optax.chain(optax.clip_by_global_norm(o.clip_norm) if o.clip_norm else optax.identity(), by_role))
+    return in_float32(optax.chain(clipped(o.clip_norm) if o.clip_norm else optax.identity(), by_role))
+
+
+def clipped(most: float) -> optax.GradientTransformation:
+    """Gradients times most / norm where their global norm is above `most`.
+
+    One factor for all: `optax.clip_by_global_norm` divides every entry, which XLA keeps as another tree in memory.
+    """
+
+    def clip(grads: Any, _: Any) -> Any:
+        factor = jnp.minimum(most / optax.tree.norm(grads), 1)
+        return jax.tree.map(lambda g: g * factor, grads)
+
+    return optax.stateless(clip)
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:

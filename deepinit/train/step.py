@@ -96,23 +96,28 @@ def objective(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax
 def gradients(model: Any, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, Any]:
     """(mean loss, number of targets, gradient of the mean loss in float32) of a batch of A parts.
 
-    Losses and targets are summed over the parts and divided once, so that every token counts the same.
+    Every part's loss is divided by the targets of all, so that every token counts the same. It is the loss that is
+    divided: quotients of a summed gradient would be another tree in memory.
     """
+    count = jnp.maximum(jnp.sum(batch["weights"]), 1)
+
+    def share(p: Any, piece: Any, own: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        total, (loss, tokens) = objective(model, p, piece, own)
+        return total / count, (loss / count, tokens)
 
     def part(carry: Any, xs: Any) -> tuple[Any, None]:
         i, piece = xs
         own = None if key is None else jax.random.fold_in(key, i)
-        (_, (loss, tokens)), grads = jax.value_and_grad(lambda p: objective(model, p, piece, own), has_aux=True)(params)
+        (_, sums), grads = jax.value_and_grad(share, has_aux=True)(params, piece, own)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return jax.tree.map(jnp.add, carry, (loss, tokens, grads)), None
+        return jax.tree.map(jnp.add, carry, (*sums, grads)), None
 
     zero = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     parts = len(batch["tokens"])
-    (loss, tokens, grads), _ = jax.lax.scan(
+    found, _ = jax.lax.scan(
         part, (jnp.zeros(()), jnp.zeros(()), zero), (jnp.arange(parts), batch), unroll=parts == 1 or unrolled()
     )
-    count = jnp.maximum(tokens, 1)
-    return loss / count, tokens, jax.tree.map(lambda g: g / count, grads)
+    return found
 
 
 def train_step(
