@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepinit import stacks
 from deepinit.errors import ConfigError
 from deepinit.files import write_whole
 from deepinit.geometry import Geometry
@@ -95,8 +96,6 @@ def chain(skip: tuple[float, ...], variances: list[tuple[float, float]]) -> tupl
 
 def variances(stats: Any, recipe: Recipe) -> list[tuple[float, float]]:
     """(Var(x), Var(F)) of each addition, in order, from what the modules kept."""
-    from deepinit import stacks
-
     g, kept = recipe.geometry, stacks.layered(stats)
     places = [(layer, f"layers/{kind}_residual") for layer in range(g.num_layers) for kind in g.additions]
     return [(float(kept[f"{at}/skip_var"][i]), float(kept[f"{at}/branch_var"][i])) for i, at in places]

@@ -16,18 +16,15 @@ def compared(a: Source, b: Source) -> tuple[list[dict[str, Any]], list[str]]:
     A row has `path`, `same` (bit for bit), `difference` in words and the two `std`s. A stack and its layers one by one
     are the same leaf: `layers/x` against `layers_0/x`, ...
     """
-    left, right = ({said(path, layer): np.asarray(x) for path, layer, x in stacks.apart(s.params)} for s in (a, b))
+    left, right = (
+        {roles.unrolled(path, layer): np.asarray(x) for path, layer, x in stacks.apart(s.params)} for s in (a, b)
+    )
     rows = []
     for path in [*left, *(p for p in right if p not in left)]:
         x, y = left.get(path), right.get(path)
         stds = [None if v is None else float(np.asarray(v, np.float64).std()) for v in (x, y)]
-        rows.append({"path": path, "same": not (what := difference(x, y)), "difference": what, "std": stds})
+        rows.append({"path": path, "same": not (said := difference(x, y)), "difference": said, "std": stds})
     return rows, list(records(a, b))
-
-
-def said(path: str, layer: int | None) -> str:
-    """The path of a leaf in an unrolled stack, from the canonical one."""
-    return path if layer is None else path.replace(f"{roles.STACK}/", f"{roles.STACK}_{layer}/", 1)
 
 
 def difference(x: np.ndarray | None, y: np.ndarray | None) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinit import roles, sampler
+from deepinit.certificate import digest_rows
 from deepinit.roles import Leaf
 
 LANES = 4
@@ -72,11 +73,9 @@ def all_lanes(arrays: Sequence[jax.Array], stacked: tuple[bool, ...]) -> list[ja
 
 def combine(leaves: Sequence[tuple[Leaf, Any]], sums: Sequence[np.ndarray]) -> str:
     """32 hexadecimal digits from the sums of all leaves, the same for scanned and unrolled stacks."""
-    rows = []
+    rows: list[str] = []
     for (leaf, x), leaf_sums in zip(leaves, sums):
-        for i, row in enumerate(np.asarray(leaf_sums)):
-            layer = -1 if (at := leaf.at(i)) is None else at
-            rows.append(f"{leaf.canonical} {layer} {x.dtype} {' '.join(f'{v:08x}' for v in row)}")
+        rows += digest_rows(leaf, str(x.dtype), leaf_sums)
     return hashlib.sha256("\n".join(sorted(rows)).encode()).hexdigest()[:32]
 
 

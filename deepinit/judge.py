@@ -94,7 +94,7 @@ class Judge:
             found = Finding(0.0, "finite", "(given by the caller)" if finite else "not finite")
             return [make(None, found, law, everything)]
         depth = len(law.parameter) if isinstance(law.parameter, tuple) else 0
-        if depth and (view.layer(view.layers - 1) or 0) >= depth:
+        if depth and view.depth > depth:
             found = Finding(math.inf, "count", f"the law has {depth} layers, the leaf more")
             return [make(None, found, law, everything)]
         total = np.asarray(m["total"], np.float64).sum(1)

@@ -137,7 +137,7 @@ def fit(recipe: Recipe, found: Sequence[Sums], fitted: bool = False) -> Fit:
             continue
         law = recipe.law_at(leaf.canonical, role)
         depth = len(law.parameter) if isinstance(law.parameter, tuple) else math.inf
-        if (s.view.layer(s.view.layers - 1) or 0) >= depth:
+        if s.view.depth > depth:
             value = np.full(s.view.layers, FLOOR)
         else:
             with np.errstate(invalid="ignore", divide="ignore", over="ignore"):

@@ -86,7 +86,7 @@ def drawable(view: View, recipe: Recipe) -> bool:
         return False
     law = recipe.law_at(view.leaf.canonical, role)
     deep = len(law.parameter) if isinstance(law.parameter, tuple) else math.inf
-    return isinstance(law, DRAWN) and (view.layer(view.layers - 1) or 0) < deep
+    return isinstance(law, DRAWN) and view.depth <= deep
 
 
 def expected(view: View, recipe: Recipe, layer: Any, index: Any, seed: int, dtype: Any) -> np.ndarray:

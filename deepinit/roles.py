@@ -84,6 +84,13 @@ def locate(path: str | Iterable[Any]) -> Leaf:
     return Leaf("/".join(parts), "/".join(canonical), role, slot, layer, stacked, start, step)
 
 
+def unrolled(canonical: str, layer: int | None) -> str:
+    """The path in an unrolled stack: `.../layers/x` and 3 -> `.../layers_3/x`; with None, as it is."""
+    if layer is None:
+        return canonical
+    return "/".join(f"{STACK}_{layer}" if part == STACK else part for part in canonical.split("/"))
+
+
 def unboxed(tree: Any) -> Any:
     """The tree with flax's metadata boxes taken off, no sharding constraint applied."""
     import jax

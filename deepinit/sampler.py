@@ -73,8 +73,8 @@ def quantile_table(cut: float) -> np.ndarray:
         p = 2.0 ** -(octave + 2) * (1 + (piece + end + dropped) / 2**SUB)
         return np.floor(-special.ndtri(below + p * (1 - 2 * below)) * 2**SCALE).astype(np.int64)
 
-    base, slope = quantile(0), quantile(0) - quantile(1)
-    return (base << SLOPE | slope).astype(np.uint32).view(np.int32)
+    base, end = quantile(0), quantile(1)
+    return (base << SLOPE | base - end).astype(np.uint32).view(np.int32)
 
 
 def leading_zeros(m: Any, xp: Any) -> Any:

@@ -80,6 +80,11 @@ class View:
         """Entries of one layer."""
         return math.prod(self.canonical)
 
+    @property
+    def depth(self) -> int:
+        """Layers that a law must have for it: one more than its last; 1 outside of the stack."""
+        return (self.layer(self.layers - 1) or 0) + 1
+
     def layer(self, i: int) -> int | None:
         """The layer of the i-th row of `take`; None outside of the stack."""
         return self.leaf.at(i)

@@ -43,7 +43,7 @@ class Birth(Plan):
 
 
 def planned(config: Config, recipe: Recipe | None = None) -> Plan:
-    """Everything that follows from the config alone, and from its recipe where that has been measured."""
+    """Everything that follows from the config alone. `recipe`: where it is there already, or has been measured."""
     compilations.keep(config.train.compilation_cache)
     recipe = recipe or config.recipe()
     model = Decoder.from_recipe(recipe, **config.model_options())

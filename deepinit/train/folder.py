@@ -103,7 +103,7 @@ def compare(folder: Path, config: Config, recipe: Recipe, init: Record) -> list[
         old_config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         old_recipe = plain(Recipe.from_json(json.loads((folder / "recipe.json").read_text())))  # with what is new since
         old_init = json.loads((folder / "init.json").read_text())
-    except (OSError, ValueError, LookupError, TypeError) as e:
+    except (OSError, ValueError, LookupError, TypeError) as e:  # the last two: JSON that is no recipe
         raise ConfigError(f"{folder} has checkpoints, but no record of their run that can be read: {e}") from None
     changed = [d for d in differences(old_config, config.to_dict()) if d[0] not in BOOKKEEPING]
     wrong = list(differences(old_recipe, plain(recipe)))

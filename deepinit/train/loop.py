@@ -42,7 +42,7 @@ def train(config: Config, beat: Beat = lambda where: None) -> int:
     """
     recipe = config.check()
     beat("tracing")
-    plan = planned(config)
+    plan = planned(config, recipe)
     early = None if recipe.calibrate else Program(config, plan)
     part = config.train.batch_size // config.train.accumulate
     beat("reading data")

@@ -43,12 +43,12 @@ def layout(params: Any, placed: Any, tx: optax.GradientTransformation, mesh: Mes
     """(shapes, shardings) of the state of parameters, or of their shapes, that are `placed` so: moments lie as their
     parameters do, all scalars on every device.
     """
-    scalar = NamedSharding(mesh, PartitionSpec())
+    scalar: Any = NamedSharding(mesh, PartitionSpec())
+    number: Any = jax.ShapeDtypeStruct((), np.int32)
     moments, moments_placed = optimizer.state_shardings(tx, params, placed, scalar)
-    number, counters = jax.ShapeDtypeStruct((), np.int32), (scalar, scalar, scalar)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    shardings: Any = TrainState(placed, moments_placed, *counters)  # type: ignore[arg-type]
-    return TrainState(shapes, moments, number, number, number), shardings  # type: ignore[arg-type]
+    state = TrainState(shapes, moments, number, number, number)
+    return state, TrainState(placed, moments_placed, scalar, scalar, scalar)
 
 
 def create(

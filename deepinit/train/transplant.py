@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from deepinit import roles
 from deepinit.errors import ConfigError
-from deepinit.roles import STACK, Leaf
+from deepinit.roles import Leaf
 
 Leaves = Mapping[str, Any]
 Stacks = Mapping[str, list[Leaf]]
@@ -46,17 +46,6 @@ def flat(tree: Any) -> Iterator[tuple[str, Any]]:
     """Leaves with their paths, the same for a state and for what orbax says of a saved one."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         yield "/".join(roles.names(path)), leaf
-
-
-def stacked_form(path: str) -> tuple[str, int | None]:
-    """`.../layers_3/x` -> (`.../layers/x`, 3); any other path as it is, with None."""
-    leaf = roles.locate(path)
-    return (path, None) if leaf.layer is None else (leaf.canonical, leaf.layer)
-
-
-def unrolled_form(path: str, layer: int) -> str:
-    """`.../layers/x` -> `.../layers_3/x`."""
-    return "/".join(f"{STACK}_{layer}" if part == STACK else part for part in path.split("/"))
 
 
 def plan(saved: Leaves, wanted: Leaves, where: str, partial: bool = False) -> dict[str, Origin]:
@@ -118,7 +107,7 @@ def find(path: str, leaf: Any, saved: Leaves, stacks: Stacks) -> Origin | None:
         for stack, row in [*here, *rows][:1]:  # one that ends too early tells more than none
             return Origin((stack,), row)
     if place.stacked:
-        layers = [unrolled_form(place.canonical, layer or 0) for layer in place.rows(leaf.shape)]
+        layers = [roles.unrolled(place.canonical, layer) for layer in place.rows(leaf.shape)]
         if there := tuple(itertools.takewhile(saved.__contains__, layers)):
             return Origin(there)
     return None

@@ -215,7 +215,8 @@ def test_scanned_to_unrolled_and_back_is_exact(saved, tmp_path):
     moved = [path for path in unrolled if "layers_" in path]
     assert len(moved) == 3 * 3 * 9  # parameters and two moments of three layers with nine leaves
     for path in moved:
-        stack, layer = transplant.stacked_form(path)
+        leaf = roles.locate(path)
+        stack, layer = leaf.canonical, leaf.layer
         np.testing.assert_array_equal(unrolled[path], values[stack][layer])
         assert str(origins[path]) == f"{stack}[{layer}]"
     assert [x.sharding for x in jax.tree.leaves(got)] == [x.sharding for x in jax.tree.leaves(fresh)]
@@ -239,7 +240,7 @@ def test_mixed_stacks_to_layers_and_back_is_exact(tmp_path):
     got, _, origins = checkpoint.read(c.folder / "1", trained({}, steps=0, seed=1, scan=False, **mixed))
     apart = by_path(got)
     for path in (path for path in apart if "layers_" in path):
-        layer = transplant.stacked_form(path)[1]
+        layer = roles.locate(path).layer
         name, row = ("layers_4_1", 0) if layer == 4 else (f"layers_{layer % 2}_2", layer // 2)
         stack = path.replace(f"layers_{layer}", name)
         np.testing.assert_array_equal(apart[path], values[stack][row])
@@ -348,7 +349,7 @@ def test_twelve_layers_are_not_taken_for_others(layers, scan):
     if scan:
         named = [f"{path} is {list(twelve[path].shape)} float32 there, {list(wanted[path].shape)}" for path in stack]
     elif layers > 12:
-        named = [f"has no {path}, here" for path in wanted if transplant.stacked_form(path)[1] in range(12, layers)]
+        named = [f"has no {path}, here" for path in wanted if roles.locate(path).layer in range(12, layers)]
     else:
         named = [f"{path} has 12 layers there, 6 here" for path in stack]
     assert all(text in message for text in named)
