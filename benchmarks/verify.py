@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import deepinit
 from benchmarks.harness import Race
-from deepinit import Geometry, measure, roles, sharded_init
+from deepinit import Geometry, digests, measure, roles, sharded_init
 from deepinit.interop import trees
 from deepinit.invariants import inspect
 
@@ -45,9 +45,10 @@ def run(rounds: int, geometry: Geometry = SIZES) -> Race:
             "the largest of each leaf (one read)": lambda: jax.block_until_ready(once(params)),
         },
     ).run(rounds)
+    race.target("laws and digest, CPU-seconds over the init's", race.ratio("verify: laws and digest", "init"), at_most=0.5)
     tree = trees.viewed(params, geometry)
     stacked = tuple(leaf.stacked for leaf in tree.leaves)
-    sampled, near = [None] * len(tree.views), measure.beside(tree.arrays)
+    sampled, near = [None] * len(tree.views), digests.near(tree.arrays)
     program = measure.measure.lower(tree.arrays, tuple(tree.views), stacked, sampled, near).compile()
     memory = program.memory_analysis()
     if memory is not None:

@@ -47,8 +47,8 @@ def bits(x: jax.Array) -> jax.Array:
     return word if size == 4 else word.reshape(*x.shape[:-1], -1)
 
 
-def lanes(x: jax.Array, stacked: bool) -> jax.Array:
-    """(layers, 4) sums of a leaf; one row where the leaf is not stacked."""
+def lanes(x: jax.Array, stacked: bool, near: bool = False) -> jax.Array:
+    """(layers, 4) sums of a leaf; one row where the leaf is not stacked. `near`: one CPU has the whole leaf."""
     word = bits(x)
     word = word if stacked else word[None]
     word = word[:, None] if word.ndim == 1 else word
@@ -60,15 +60,29 @@ def lanes(x: jax.Array, stacked: bool) -> jax.Array:
     high, low = sampler.counters(sums.shape[1:])
     a = (low * np.uint32(0x9E3779B1) + high * np.uint32(0x632BE5AB)) | np.uint32(1)
     b = mix(low ^ mix(high + np.uint32(0x27D4EB2F))) | np.uint32(1)
-    axes = tuple(range(1, sums.ndim))
-    factors = (a, b, a * b, (a ^ (b << np.uint32(7))) | np.uint32(1))
-    return jnp.stack([jnp.sum(sums * f, axes, dtype=np.uint32) for f in factors], axis=-1)
+    terms = tuple(sums * f for f in (a, b, a * b, (a ^ (b << np.uint32(7))) | np.uint32(1)))
+    if near:  # one pass of four sums: XLA's CPU code of four is twice as slow; across devices it would gather here
+        zeros = (np.uint32(0),) * LANES
+        terms = jax.lax.reduce(terms, zeros, lambda x, y: tuple(p + q for p, q in zip(x, y)), (sums.ndim - 1,))
+    return jnp.stack([jnp.sum(t, tuple(range(1, t.ndim)), dtype=np.uint32) for t in terms], axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("stacked",))
-def all_lanes(arrays: Sequence[jax.Array], stacked: tuple[bool, ...]) -> list[jax.Array]:
-    """The sums of every leaf, in one compiled pass."""
-    return [lanes(x, s) for x, s in zip(arrays, stacked)]
+@functools.partial(jax.jit, static_argnames=("stacked", "near"))
+def all_lanes(arrays: Sequence[jax.Array], stacked: tuple[bool, ...], near: bool) -> list[jax.Array]:
+    """`lanes` of every leaf, in one compiled pass."""
+    return [lanes(x, s, near) for x, s in zip(arrays, stacked)]
+
+
+def near(arrays: Sequence[Any]) -> bool:
+    """Whether one CPU has all of them, each whole."""
+    whole = all(isinstance(x, jax.Array) and len(x.devices()) == 1 for x in arrays)
+    return whole and jax.default_backend() == "cpu"
+
+
+def summed(leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+    """`lanes` of every leaf, on the host of every process."""
+    sums = all_lanes(list(arrays), tuple(leaf.stacked for leaf in leaves), near(arrays))
+    return jax.device_get(replicated(arrays, sums))
 
 
 def combine(leaves: Sequence[tuple[Leaf, Any]], sums: Sequence[np.ndarray]) -> str:
@@ -83,7 +97,7 @@ def digest(params: Any) -> str:
     """The digest of a parameter tree (boxed or not): 32 hexadecimal digits."""
     leaves = roles.leaves(params)
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for _, x in leaves]
-    return combine(leaves, jax.device_get(replicated(arrays, all_lanes(arrays, tuple(f.stacked for f, _ in leaves)))))
+    return combine(leaves, summed([leaf for leaf, _ in leaves], arrays))
 
 
 def replicated(arrays: Sequence[jax.Array], results: Any) -> Any:

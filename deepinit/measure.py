@@ -31,14 +31,8 @@ def measured(
 ) -> tuple[list[np.ndarray], list[Measured]]:
     """(digest lanes of every array, measures of every view) on the host; `stacked` and lanes are `digests`' own."""
     sampled = list(sampled) or [None] * len(views)
-    found = measure(list(arrays), tuple(views), stacked, sampled, beside(arrays))
+    found = measure(list(arrays), tuple(views), stacked, sampled, digests.near(arrays))
     return jax.device_get(digests.replicated(arrays, found))
-
-
-def beside(arrays: Sequence[Any]) -> bool:
-    """Whether one CPU has all of them, so that they are best read in pieces."""
-    whole = all(isinstance(x, jax.Array) and len(x.devices()) == 1 for x in arrays)
-    return whole and jax.default_backend() == "cpu"
 
 
 @functools.partial(jax.jit, static_argnames=("views", "stacked", "near"))
@@ -49,8 +43,8 @@ def measure(
     sampled: Sequence[Any],
     near: bool = False,
 ) -> tuple[list[jax.Array], list[dict[str, jax.Array]]]:
-    """`measured`, on the devices. `near`: in pieces that stay in a core's cache, where one device has all."""
-    sums = [digests.lanes(x, s) for x, s in zip(arrays, stacked)]
+    """`measured`, on the devices. `near`: one CPU has all, and reads them in pieces that stay in its cache."""
+    sums = digests.all_lanes(arrays, stacked, near)
     return sums, [measure_view(arrays[v.array], v, at, near) for v, at in zip(views, sampled)]
 
 
