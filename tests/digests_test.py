@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deepinit
+from deepinit import digests
 from tests.models import born, flat, mesh_of, stacked
 
 words = st.integers(0, 2**32 - 1)
@@ -148,3 +149,22 @@ def test_layouts_do_not_count(sizes):
     for axes in (spec(), spec(None, "fsdp", "tensor"), spec("data", ("fsdp", "tensor")), spec(None, None, "tensor")):
         placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, axes))
         assert deepinit.digest({"layers": {"mlp_up": placed}}) == expected
+
+
+# One CPU with the whole leaf sums four lanes in one pass; a mesh, lane by lane.
+@pytest.mark.parametrize("shape", [(3, 8, 40), (2, 5, 64, 96), (70, 33), (64,), (), (0, 4)], ids=str)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_lanes_are_the_same_near_and_far(shape, stacked):
+    if stacked and not shape:
+        return
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+    near, far = (jax.device_get(digests.all_lanes([x], (stacked,), near)[0]) for near in (True, False))
+    assert near.shape == (shape[0] if stacked else 1, 4)
+    np.testing.assert_array_equal(near, far)
+
+
+def test_a_mesh_is_not_near():
+    x = jnp.zeros((8, 8))
+    assert digests.near([x])
+    spread = jax.device_put(x, jax.sharding.NamedSharding(mesh_of((8, 1, 1)), jax.sharding.PartitionSpec("data")))
+    assert not digests.near([x, spread])

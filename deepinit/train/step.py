@@ -137,7 +137,7 @@ def train_step(
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(dropout_key(seed), state.step) if dropout else None
         loss, tokens, grads = gradients(model, state.params, batch, key)
-        norm = optax.tree.norm(grads)
+        norm = optimizer.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         new = project(optimizer.apply_updates(state.params, updates)), opt_state

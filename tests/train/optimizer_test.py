@@ -15,6 +15,7 @@ from deepinit.errors import ConfigError
 from deepinit.recipe import FrozenMap, Update
 from deepinit.sharded_init import abstract_params
 from deepinit.sharding import make_mesh
+from deepinit.signal import probe
 from deepinit.train import optimizer
 from deepinit.train.config import Config, load
 
@@ -226,3 +227,19 @@ def test_stop_at_does_not_move_the_horizon():
     whole = Config().replace(train__steps=100)
     part = whole.replace(train__stop_at=50)
     assert rates(whole, range(50)) == rates(part, range(50))
+
+
+# In memory there is no tree of squares, of which the global norm and sums by role would both be taken.
+def test_norms_by_role_need_no_memory_beside_the_global_one():
+    rng = np.random.default_rng(0)
+    q, up, head = (jnp.asarray(rng.standard_normal(x), np.float32) for x in ((8, 64, 4, 16), (8, 64, 256), (64, 100)))
+    grads = {"layers": {"attention": {"attn_q": q}, "mlp": {"mlp_up": up}}, "lm_head": head}
+
+    def both(g):
+        return optimizer.norm(g), probe.by_role(g, probe.square)
+
+    compiled = jax.jit(both).lower(grads).compile()
+    norm, squares = compiled(grads)
+    assert float(norm) == pytest.approx(float(optax.tree.norm(grads)), rel=1e-6)
+    assert float(norm) ** 2 == pytest.approx(sum(float(x.sum()) for x in squares.values()), rel=1e-6)
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * sum(x.nbytes for x in jax.tree.leaves(grads))
