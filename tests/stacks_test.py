@@ -85,6 +85,7 @@ def test_one_birth_scanned_unrolled_and_on_a_mesh(case):
     assert np.array_equal(whole["layers/mlp/expert_down"], plain["layers"]["mlp"]["expert_down"][routed])
 
 
+@pytest.mark.slow
 def test_birth_invariants():
     recipe = recipe_of("megatron", MIXED["both"].replace(num_layers=8, first_dense=2), divisor="layer")
     facts = assert_birth_invariants(deepinit.make_mesh({"fsdp": 2}), model=Decoder.from_recipe(recipe), recipe=recipe)

@@ -28,14 +28,19 @@ TEXT = b"".join(b"%d times %d is %d. " % (i, j, i * j) for i in range(30) for j 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with a text and, after `straight`, a run."""
+    """A folder with a text and, after `straight`, a run; programs are kept in it, as those of runs are."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_bytes(TEXT)
-    return folder
+    jax.config.update("jax_enable_compilation_cache", True)
+    yield folder
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def config_of(home, run, flags=""):
-    return load([], f"{FLAGS} --data.files {home / 'text.txt'} --train.run-dir {home / run} {flags}".split())
+    here = (
+        f"--data.files {home / 'text.txt'} --train.run-dir {home / run} --train.compilation-cache {home / 'programs'}"
+    )
+    return load([], f"{FLAGS} {here} {flags}".split())
 
 
 def numbers(folder):
@@ -100,7 +105,7 @@ def test_ten_and_ten_is_twenty(straight, home, capsys):
     assert numbers(home / "halves") == numbers(straight)
 
 
-@pytest.mark.parametrize("rule", ["--model.moe-every 2", "--model.first-dense 1"])
+@pytest.mark.parametrize("rule", ["--model.moe-every 2", pytest.param("--model.first-dense 1", marks=pytest.mark.slow)])
 def test_dense_and_routed_layers_in_one_run(home, rule, capsys):
     flags = f"--model.num-layers 3 --model.num-experts 2 --model.remat full --model.dropout 0 {rule} --train.profile []"
     flags += " --train.steps 4 --train.eval-every 2 --train.checkpoint-every 2"
@@ -296,7 +301,6 @@ def test_killed_interrupted_and_resumed_is_uninterrupted(home, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
     # Steps of tens of milliseconds, so that the run is there to be killed.
     flags = "--model.d-model 64 --data.seq-len 64 --train.batch-size 32 --train.checkpoint-every 5 --train.eval-every 0"
-    flags += f" --train.compilation-cache {home / 'cache'}"
     whole = start(config_of(home, "whole", flags), home / "whole")
     out, err = whole.communicate(timeout=300)
     assert whole.returncode == 0, err

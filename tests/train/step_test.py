@@ -220,6 +220,7 @@ def test_an_expert_axis_computes_the_same():
 
 
 # Dense and routed layers: rematerialized, in parts, over fsdp, tensor and expert, and unrolled, the same steps.
+@pytest.mark.slow
 def test_a_mixed_stack_computes_the_same_on_a_mesh():
     mixed = "--model.num-layers 3 --model.num-experts 2 --model.moe-every 2 --model.balance-loss 0.01"
     mesh = "--mesh.fsdp 2 --mesh.tensor 2 --mesh.expert 2 --model.remat full"
