@@ -301,6 +301,7 @@ def test_killed_interrupted_and_resumed_is_uninterrupted(home, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
     # Steps of tens of milliseconds, so that the run is there to be killed.
     flags = "--model.d-model 64 --data.seq-len 64 --train.batch-size 32 --train.checkpoint-every 5 --train.eval-every 0"
+    flags += f" --train.compilation-cache {home / 'cache'}"
     whole = start(config_of(home, "whole", flags), home / "whole")
     out, err = whole.communicate(timeout=300)
     assert whole.returncode == 0, err
