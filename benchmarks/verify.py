@@ -49,7 +49,7 @@ def run(rounds: int, geometry: Geometry = SIZES) -> Race:
     race.target("laws and digest: CPU-seconds over the init's", cost, at_most=0.5)
     tree = trees.viewed(params, geometry)
     stacked = tuple(leaf.stacked for leaf in tree.leaves)
-    sampled, near = [None] * len(tree.views), digests.near(tree.arrays)
+    sampled, near = [None] * len(tree.views), digests.on_one_cpu(tree.arrays)
     program = measure.measure.lower(tree.arrays, tuple(tree.views), stacked, sampled, near).compile()
     memory = program.memory_analysis()
     if memory is not None:

@@ -61,7 +61,7 @@ def lanes(x: jax.Array, stacked: bool, near: bool = False) -> jax.Array:
     a = (low * np.uint32(0x9E3779B1) + high * np.uint32(0x632BE5AB)) | np.uint32(1)
     b = mix(low ^ mix(high + np.uint32(0x27D4EB2F))) | np.uint32(1)
     terms = tuple(sums * f for f in (a, b, a * b, (a ^ (b << np.uint32(7))) | np.uint32(1)))
-    if near:  # one pass of four sums: XLA's CPU code of four is twice as slow; across devices it would gather here
+    if near:  # one pass for four sums, twice as quick in XLA's CPU code; on a mesh it would gather for them
         zeros = (np.uint32(0),) * LANES
         terms = jax.lax.reduce(terms, zeros, lambda x, y: tuple(p + q for p, q in zip(x, y)), (sums.ndim - 1,))
     return jnp.stack([jnp.sum(t, tuple(range(1, t.ndim)), dtype=np.uint32) for t in terms], axis=-1)
@@ -73,7 +73,7 @@ def all_lanes(arrays: Sequence[jax.Array], stacked: tuple[bool, ...], near: bool
     return [lanes(x, s, near) for x, s in zip(arrays, stacked)]
 
 
-def near(arrays: Sequence[Any]) -> bool:
+def on_one_cpu(arrays: Sequence[Any]) -> bool:
     """Whether one CPU has all of them, each whole."""
     whole = all(isinstance(x, jax.Array) and len(x.devices()) == 1 for x in arrays)
     return whole and jax.default_backend() == "cpu"
@@ -81,7 +81,7 @@ def near(arrays: Sequence[Any]) -> bool:
 
 def summed(leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[np.ndarray]:
     """`lanes` of every leaf, on the host of every process."""
-    sums = all_lanes(list(arrays), tuple(leaf.stacked for leaf in leaves), near(arrays))
+    sums = all_lanes(list(arrays), tuple(leaf.stacked for leaf in leaves), on_one_cpu(arrays))
     return jax.device_get(replicated(arrays, sums))
 
 

@@ -31,7 +31,7 @@ def measured(
 ) -> tuple[list[np.ndarray], list[Measured]]:
     """(digest lanes of every array, measures of every view) on the host; `stacked` and lanes are `digests`' own."""
     sampled = list(sampled) or [None] * len(views)
-    found = measure(list(arrays), tuple(views), stacked, sampled, digests.near(arrays))
+    found = measure(list(arrays), tuple(views), stacked, sampled, digests.on_one_cpu(arrays))
     return jax.device_get(digests.replicated(arrays, found))
 
 

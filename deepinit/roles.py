@@ -46,6 +46,10 @@ class Leaf:
         """The layers that an array of this shape holds, in its order: one for each row of a stacked leaf, else one."""
         return tuple(self.at(i) for i in range(shape[0] if self.stacked else 1))
 
+    def within(self, ndim: int) -> tuple[int, ...]:
+        """Of an array of so many axes, all but that of layers."""
+        return tuple(range(int(self.stacked), ndim))
+
 
 def role_of(path: str | Iterable[Any]) -> Role | None:
     """The role that a leaf's name declares; None for a name that is no role."""

@@ -217,7 +217,7 @@ def flags(tree: Any, moving: bool) -> dict[str, jax.Array]:
     out = {}
     for parts, x in roles.flat(tree):
         leaf = roles.locate(parts)
-        some = jnp.any(x != 0, tuple(range(int(leaf.stacked), x.ndim)))
+        some = jnp.any(x != 0, leaf.within(x.ndim))
         out[leaf.path] = some if moving else ~some
     return out
 

@@ -137,7 +137,7 @@ def by_role(tree: Any, f: Callable[[jax.Array], jax.Array]) -> ByRole:
     """Sums of f over the entries of each role, (layers that have it,) inside the stack, (1,) outside."""
     sums: dict[str, dict[str, tuple[Leaf, jax.Array]]] = {}
     for leaf, x in roles.leaves(tree):
-        total = jnp.sum(f(x), axis=tuple(range(int(leaf.stacked), x.ndim)))
+        total = jnp.sum(f(x), axis=leaf.within(x.ndim))
         stacks_of = sums.setdefault(key(leaf), {})
         name = leaf.path.partition("/")[0] if leaf.at(0) is not None else ""  # one stack, or one unrolled layer
         stacks_of[name] = leaf, (stacks_of[name][1] if name in stacks_of else jnp.zeros(())) + total

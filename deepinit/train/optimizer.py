@@ -165,8 +165,7 @@ def norm(tree: Any) -> jax.Array:
 
     Statistics by role take the same sums: XLA counts once for both, and keeps no tree of squares in memory.
     """
-    leaves = [(leaf.stacked, x.astype(jnp.float32)) for leaf, x in roles.leaves(tree)]
-    sums = [jnp.sum(jnp.square(x), tuple(range(stacked, x.ndim))) for stacked, x in leaves]
+    sums = [jnp.sum(jnp.square(x.astype(jnp.float32)), leaf.within(x.ndim)) for leaf, x in roles.leaves(tree)]
     # without a barrier XLA makes one sum of two, and has other squares for it than statistics have
     return jnp.sqrt(sum(map(jnp.sum, jax.lax.optimization_barrier(sums))))
 
